@@ -4,7 +4,8 @@ A model of random bf16 weights with a trained one's statistics is written to a f
 Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.32 is
 tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed files.
 A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. With `--offline` there is no
-server: requests of random tokens go to vLLM's engine in a process, in batches.
+server: requests of random tokens go to vLLM's engine in a process, in batches, and `--compare 200` says of
+how many prompts the tokens are the same in other batches, and with plain weights.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ FIGURES = (
     ("mean_tpot_ms", "time a token after the first, ms", 2),
 )
 Row = dict[str, Any]
+AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
 # Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
 
@@ -95,6 +97,26 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
             page.table(["way", *map(str, concurrent)], lines)
 
 
+def compare(page: Page, rows: dict[str, Row]) -> None:
+    """How many prompts had the same tokens in another batch, and with plain weights in such a batch."""
+    plain = rows.get("bf16", {}).get("tokens")
+    lines = []
+    for way, row in rows.items():
+        if "tokens" not in row:
+            continue
+        alone, together = row["tokens"]
+        beside = [_alike(row["tokens"][i], plain[i]) if plain else "-" for i in range(2)]
+        lines.append([WAYS[way][0], _alike(alone, together), *beside])
+    if lines:
+        one, many = AT_A_TIME
+        page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
+        page.table(["way", f"with {one} and {many} at a time", f"as bf16, {one}", f"as bf16, {many}"], lines)
+
+
+def _alike(one: list[list[int]], other: list[list[int]]) -> str:
+    return str(sum(a == b for a, b in zip(one, other, strict=True)))
+
+
 def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
     """Hold against the bars."""
     speeds = [
@@ -123,11 +145,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keep the model here, or use the one that is there")
     parser.add_argument("--offline", action="store_true", help="vLLM's engine in a process, no server")
+    parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
     parser.add_argument("--serve", default="", help="more options of the server, in one string")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
     """One way after the other."""
+    if options.compare and not options.offline:
+        raise SystemExit("`--compare` needs `--offline`")
     lengths = options.prompt, options.tokens
     asked = engine if options.offline else served
     if device() == "cuda":
@@ -152,11 +177,18 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 log = Path(scratch) / f"{way}.log"
                 with asked(model, [*common, *more, *options.serve.split()], log) as server:
                     rows[way] = measure(server, model, options.concurrent, lengths, options.rounds)
+                    if isinstance(server, Engine) and options.compare:
+                        note(f"  tokens of {options.compare} prompts")
+                        rows[way]["tokens"] = [
+                            server.tokens(count, (lengths[0], COMPARED), options.compare)
+                            for count in AT_A_TIME
+                        ]
             except Exception as error:
                 traceback.print_exc()
                 rows[way] = {"problem": str(error)[:160]}
             page.clear()
             report(page, rows, options.concurrent, lengths)
+            compare(page, rows)
             page.save()
     for way, row in rows.items():
         if way.startswith("tpde"):

@@ -14,6 +14,7 @@ SHAPES = {
     "tiny": (256, 512, 2, 4, 2, 64, 2048, 0, 0),
     "tiny-experts": (128, 96, 2, 4, 2, 32, 2048, 8, 2),
     "llama-8b": (4096, 14336, 32, 32, 8, 128, 128256, 0, 0),
+    "llama-13b": (5120, 13824, 40, 40, 40, 128, 32000, 0, 0),
     "qwen3-30b-a3b": (2048, 768, 48, 32, 4, 128, 151936, 128, 8),
 }
 # The longest word. vLLM refuses prompts of more characters than its length times the tokens that may be.

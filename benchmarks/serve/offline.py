@@ -1,9 +1,9 @@
 """vLLM without a server: its engine in a process of its own, which is asked for so many requests at a time.
 
 It starts in half the time, and leaves out what HTTP and tokenizing cost. `python -m benchmarks.serve.offline
-MODEL [options of vLLM]` answers each line of its input, a JSON list of how many requests are run at a time,
-how many tokens a prompt has and are generated, and how many requests there are, by a line of JSON after
-`ANSWER`.
+MODEL [options of vLLM]` answers each line of its input by a line of JSON after `ANSWER`. A line is a JSON
+list: what is asked, `speed` or `tokens`, how many requests are run at a time, how many tokens a prompt has
+and are generated, and how many requests there are.
 """
 
 from __future__ import annotations
@@ -61,10 +61,17 @@ class Engine:
 
     def bench(self, model: Path, concurrent: int, lengths: tuple[int, int], requests: int) -> dict[str, Any]:
         """What is measured with so many requests at a time."""
+        return dict(self._ask("speed", concurrent, *lengths, requests))
+
+    def tokens(self, concurrent: int, lengths: tuple[int, int], requests: int) -> list[list[int]]:
+        """What is generated for as many prompts, of up to so many tokens, with so many at a time."""
+        return list(self._ask("tokens", concurrent, *lengths, requests))
+
+    def _ask(self, *what: str | int) -> Any:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([concurrent, *lengths, requests]) + "\n")
+        self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
-        return dict(self._answer())
+        return self._answer()
 
     def close(self) -> None:
         """End it."""
@@ -86,38 +93,50 @@ def engine(model: Path, options: list[str], log: Path) -> Iterator[Engine]:
         made.close()
 
 
-def _generate(llm: Any, draw: random.Random, count: int, lengths: tuple[int, int]) -> tuple[float, list[Any]]:
+def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     from vllm import SamplingParams
 
-    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(lengths[0])]} for _ in range(count)
-    ]
-    how = SamplingParams(temperature=0, max_tokens=lengths[1], ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    done = llm.generate(prompts, how, use_tqdm=False)
-    return time.perf_counter() - start, [it.metrics for it in done]
+    how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    return list(llm.generate([{"prompt_token_ids": it} for it in prompts], how, use_tqdm=False))
 
 
-def _measured(llm: Any, concurrent: int, lengths: tuple[int, int], requests: int) -> dict[str, Any]:
+def _prompts(llm: Any, draw: random.Random, lengths: list[int]) -> list[list[int]]:
+    most = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    return [[draw.randrange(3, most) for _ in range(length)] for length in lengths]
+
+
+def _speed(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) -> dict[str, Any]:
     """Requests in batches, each of which starts when the one before it has ended; one batch to warm up."""
     draw = random.Random(concurrent)
-    _generate(llm, draw, concurrent, lengths)
     seconds, found = 0.0, []
-    for _ in range(max(requests // concurrent, 1)):
-        took, metrics = _generate(llm, draw, concurrent, lengths)
-        seconds += took
-        found += metrics
+    for number in range(1 + -(-requests // concurrent)):
+        prompts = _prompts(llm, draw, [prompt] * concurrent)
+        start = time.perf_counter()
+        done = _generate(llm, prompts, tokens)
+        if number:
+            seconds += time.perf_counter() - start
+            found += [it.metrics for it in done]
     steps = [(it.last_token_ts - it.first_token_ts) / max(it.num_generation_tokens - 1, 1) for it in found]
     apart = 1000 * statistics.mean(steps)
     return {
-        "completed": requests if len(found) >= concurrent else len(found),
+        "completed": len(found),
         "failed": 0,
-        "output_throughput": len(found) * lengths[1] / seconds,
+        "output_throughput": len(found) * tokens / seconds,
         "mean_ttft_ms": 1000 * statistics.mean(it.first_token_latency for it in found),
         "mean_itl_ms": apart,
         "mean_tpot_ms": apart,
     }
+
+
+def _tokens(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) -> list[list[int]]:
+    """The same prompts whatever runs at a time, of 1 to `prompt` tokens."""
+    draw = random.Random(0)
+    prompts = _prompts(llm, draw, [draw.randint(1, prompt) for _ in range(requests)])
+    found: list[list[int]] = []
+    for first in range(0, requests, concurrent):
+        done = _generate(llm, prompts[first : first + concurrent], tokens)
+        found += [list(it.outputs[0].token_ids) for it in done]
+    return found
 
 
 def main() -> None:
@@ -132,8 +151,8 @@ def main() -> None:
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(given))
     print(ANSWER + "0", flush=True)
     for line in sys.stdin:
-        concurrent, prompt, tokens, requests = json.loads(line)
-        print(ANSWER + json.dumps(_measured(llm, concurrent, (prompt, tokens), requests)), flush=True)
+        what, *numbers = json.loads(line)
+        print(ANSWER + json.dumps({"speed": _speed, "tokens": _tokens}[what](llm, *numbers)), flush=True)
 
 
 if __name__ == "__main__":
