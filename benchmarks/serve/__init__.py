@@ -11,6 +11,7 @@ how many prompts the tokens are the same in other batches, and with plain weight
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import traceback
@@ -21,8 +22,8 @@ from benchmarks.harness import machine
 from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.models import SHAPES, make
-from benchmarks.serve.offline import Engine, engine
-from benchmarks.serve.server import Server, served
+from benchmarks.serve.offline import Engine
+from benchmarks.serve.server import Server
 
 TITLE = "Serving with vLLM"
 EXACT = json.dumps({"quantization_config": {"quant_method": "tpde", "kernels": "exact"}})
@@ -154,7 +155,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     if options.compare and not options.offline:
         raise SystemExit("`--compare` needs `--offline`")
     lengths = options.prompt, options.tokens
-    asked = engine if options.offline else served
+    kind = Engine if options.offline else Server
     if device() == "cuda":
         page.facts["GPU"] = machine.gpu()
     page.title = f"{TITLE}: {options.shape}"
@@ -175,7 +176,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
                     tpde.pack(plain, packed)
                 model = packed if of_packed else plain
                 log = Path(scratch) / f"{way}.log"
-                with asked(model, [*common, *more, *options.serve.split()], log) as server:
+                asked = kind(model, [*common, *more, *options.serve.split()], log)
+                with contextlib.closing(asked) as server:
                     rows[way] = measure(server, model, options.concurrent, lengths, options.rounds)
                     if isinstance(server, Engine) and options.compare:
                         note(f"  tokens of {options.compare} prompts")

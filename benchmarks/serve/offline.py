@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,6 @@ class Engine:
             self._process.wait(60)
         self._process.kill()
         self._process.wait()
-
-
-@contextlib.contextmanager
-def engine(model: Path, options: list[str], log: Path) -> Iterator[Engine]:
-    """An engine while the context is open."""
-    made = Engine(model, options, log)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:

@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,3 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-@contextlib.contextmanager
-def served(model: Path, options: list[str], log: Path) -> Iterator[Server]:
-    """A server while the context is open."""
-    server = Server(model, options, log)
-    try:
-        yield server
-    finally:
-        server.close()

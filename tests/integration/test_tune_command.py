@@ -107,6 +107,13 @@ def test_a_table_that_cannot_be_used_is_replaced_and_told(card: Path) -> None:
     assert [*choices(card)] == [(16, 64)]
 
 
+def test_more_rows_than_are_multiplied_are_not_timed(card: Path) -> None:
+    made = invoke("tune", "--shapes", "16x64", "--rows", "1,100")
+    assert made.exit_code == 0, made.output
+    assert made.stderr == "note: 16x64 is decoded for more than 64 rows on this GPU: not timed\n"
+    assert choices(card)[16, 64].keys() == {1}
+
+
 def test_a_table_elsewhere(card: Path, tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from tpde.errors import InvalidInput, UnsupportedDevice
 if TYPE_CHECKING:
     import torch
 
+    from tpde.cuda.capability import DeviceFacts
     from tpde.cuda.tuning import Choices, Shape
     from tpde.weights.product_timing import Timed
 
@@ -38,7 +39,7 @@ def tune(
         ),
     ] = None,
     rows: Annotated[
-        str, typer.Option(metavar="ROWS", help="How many rows of inputs, 1 to 64: sequences at a time.")
+        str, typer.Option(metavar="ROWS", help="How many rows of inputs: sequences at a time.")
     ] = ROWS,
     device: Annotated[
         str | None, typer.Option(help="`cuda` or `cuda:N`.", show_default="the GPU that PyTorch uses")
@@ -93,7 +94,7 @@ def tune(
             where="--device",
         )
     facts = current().facts(where.index or 0)
-    wanted = given if model is None else shapes_of(model)
+    work = _work(facts, given if model is None else shapes_of(model), counts)
     path = tuning.table_path(facts) if output is None else output
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -106,7 +107,7 @@ def tune(
             known = tuning.read_table(path, facts, KERNELS)
         except InvalidInput as error:
             say("note", f"{error.message}, and is replaced")
-    found = _time(wanted, counts, where)
+    found = _time(work, where)
     tuning.write_table(path, facts, KERNELS, merged(known, found))
     if as_json:
         print_json(as_dict(facts.name, path, found))
@@ -182,13 +183,28 @@ def shapes_of(model: str) -> list[Shape]:
     return sorted(found, key=lambda it: (it[0] * it[1], it))
 
 
-def _time(shapes: Sequence[Shape], counts: Sequence[int], device: torch.device) -> list[Timed]:
+def _work(facts: DeviceFacts, shapes: Sequence[Shape], counts: Sequence[int]) -> dict[Shape, list[int]]:
+    """Which rows of x are timed with which shapes: those that the device does not decode matrices for."""
+    from tpde.codec.windows import sections
+    from tpde.cuda.product_ways import most_rows_of
+
+    made: dict[Shape, list[int]] = {}
+    for shape in shapes:
+        most = most_rows_of(facts, sections(*shape))
+        made[shape] = [it for it in counts if it <= most]
+        if len(made[shape]) < len(counts):
+            rows, columns = shape
+            say("note", f"{rows}x{columns} is decoded for more than {most} rows on this GPU: not timed")
+    return made
+
+
+def _time(work: Mapping[Shape, Sequence[int]], device: torch.device) -> list[Timed]:
     """Time all products, with a bar."""
     from tpde.weights.product_timing import time_products
 
     found = []
-    with progress_bar("timing", lambda: len(shapes) * len(counts), steps=True) as advance:
-        for shape in shapes:
+    with progress_bar("timing", lambda: sum(map(len, work.values())), steps=True) as advance:
+        for shape, counts in work.items():
             for it in time_products(shape, counts, device):
                 found.append(it)
                 advance(1)

@@ -21,14 +21,12 @@ COLD_BYTES = 256 << 20  # of matrices that are multiplied in turn: several times
 MOST_MATRICES = 256  # of which small ones, below 512 x 512 words, stay in a cache of 50 MB
 LEAST_PRODUCTS = 32  # timed at a time: what starts a graph takes as long as one or two
 RUNS = 9  # after one that warms up
-LEAST_GAIN = 0.02  # of the default's time, for another way to be chosen: less is noise
+LEAST_GAIN = 0.02  # of the default's time, for another way to be chosen: a guess at what is noise
 _AT = 128  # what addresses of matrices are multiples of
 _X_WORDS = X_AT // 2
 
 Enqueue = Callable[[int], None]  # queues something on a stream, by its handle
-Clock = Callable[
-    [Enqueue], Callable[[], float]
-]  # gives what does some work, and says how many seconds it takes
+Clock = Callable[[Enqueue], Callable[[], float]]  # gives what works, and says how many seconds it takes
 
 
 class Timed(NamedTuple):

@@ -72,7 +72,7 @@ class BlobParameter(nn.Parameter):
         return made
 
     def copy_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse it: vLLM writes weights so that are as it has them in memory.
+        """Refuse it: so vLLM writes weights that come in the form that it has in memory.
 
         Raises
         ------
