@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import shutil
 import subprocess
 import tempfile
@@ -79,5 +80,7 @@ def on_cpu(launch_on: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
     monkeypatch.setattr(device_copies, "current", lambda where: contextlib.nullcontext())
     monkeypatch.setattr(device_copies, "stream_of", lambda where: 0)
-    for module in ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources"):
-        monkeypatch.setattr(f"tpde.{module}.is_resident", is_resident)
+    names = ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources")
+    # All are imported before the first is patched: one that is imported after would keep what it finds then.
+    for module in [importlib.import_module(f"tpde.{name}") for name in names]:
+        monkeypatch.setattr(module, "is_resident", is_resident)
