@@ -46,6 +46,7 @@ Row = dict[str, Any]
 AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
 # Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
+LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
 
 
 def measure(
@@ -55,6 +56,7 @@ def measure(
     found: Row = {
         "load_s": server.load_s,
         "kv": server.log.figure(r"KV cache size: ([\d,]+) tokens"),
+        "read": server.log.figure(r"Model loading took .* and ([\d.]+) seconds"),
         "weights": server.log.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
     }
     if found["weights"] == "-":
@@ -74,12 +76,13 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
         [
             WAYS[way][0],
             row.get("problem") or f"{row['load_s']:.1f}",
+            row.get("read", ""),
             row.get("weights", ""),
             row.get("kv", ""),
         ]
         for way, row in rows.items()
     ]
-    page.table(["way", "start, s", "weights", "KV cache, tokens"], first)
+    page.table(["way", "start, s", "of which loading, s", "weights", "KV cache, tokens"], first)
     page.say(f"Prompts of {lengths[0]} tokens, {lengths[1]} are generated.")
     plain = rows.get("bf16", {})
     for key, title, digits in FIGURES:
@@ -118,8 +121,9 @@ def _alike(one: list[list[int]], other: list[list[int]]) -> str:
     return str(sum(a == b for a, b in zip(one, other, strict=True)))
 
 
-def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
-    """Hold against the bars."""
+def judge(page: Page, rows: dict[str, Row], concurrent: list[int]) -> None:
+    """Hold against the bars, which are of bf16."""
+    ours, plain = rows.get("tpde", {}), rows["bf16"]
     speeds = [
         (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
         for count, bar in BARS.items()
@@ -127,12 +131,22 @@ def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
     ]
     page.limits(speeds, least=True)
     first = _of(ours, plain, min(concurrent), "mean_ttft_ms")
-    page.limits([("the first token, of bf16's time", first, FIRST_BAR)], least=False)
+    reading = [
+        (f"loading, {WAYS[way][0]}, of bf16's time", _reading(rows[way], plain), bar)
+        for way, bar in LOAD_BARS.items()
+        if way in rows
+    ]
+    page.limits([("the first token, of bf16's time", first, FIRST_BAR), *reading], least=False)
 
 
 def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
     rows = [it.get(f"{count}") for it in (ours, plain)]
     return None if None in rows else float(rows[0][key] / rows[1][key])
+
+
+def _reading(ours: Row, plain: Row) -> float | None:
+    taken = [it.get("read", "-") for it in (ours, plain)]
+    return None if "-" in taken else float(taken[0]) / float(taken[1])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -195,5 +209,5 @@ def run(options: argparse.Namespace, page: Page) -> None:
     for way, row in rows.items():
         if way.startswith("tpde"):
             page.judge("problem" not in row, f"{way} serves")
-    if options.shape == "llama-8b" and {"bf16", "tpde"} <= rows.keys():
-        judge(page, rows["tpde"], rows["bf16"], options.concurrent)
+    if options.shape == "llama-8b" and "bf16" in rows:
+        judge(page, rows, options.concurrent)

@@ -74,6 +74,24 @@ def test_experts_straight_from_windows(tmp_path: Path) -> None:
     close(llm)
 
 
+def test_rows_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `VLLM_BATCH_INVARIANT`, a row has the same bits in a batch of hundreds."""
+    from tpde.integrations.vllm import internals
+
+    monkeypatch.setattr(internals, "is_batch_invariant", lambda: True)
+    llm = engine(save_llama(tmp_path), quantization="tpde", **MEMORY)
+    held = [it.__dict__["tpde"] for it in layers(llm).values() if "tpde" in it.__dict__]
+    held = [it for it in held if it.packed is not None and it.packed.multiplies]
+    assert held
+    with torch.inference_mode():
+        for weight in held:
+            x = torch.randn((300, weight.packed.shape[1]), device="cuda").bfloat16()
+            many = weight.product(x, None)
+            for some in (slice(0, 1), slice(70, 200), slice(299, 300)):
+                assert_same_bits(weight.product(x[some], None), many[some])
+    close(llm)
+
+
 def test_sleep(tmp_path: Path) -> None:
     """Weights come back from level 1; level 2 is refused, and requests go on."""
     llm = engine(save_experts(tmp_path), quantization="tpde", enable_sleep_mode=True, **MEMORY)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.vllm import close, engine, generate, generated, kernels, layers
@@ -213,6 +213,30 @@ def test_what_does_not_shrink_stays_plain() -> None:
         "smaller than 16384 bytes",
         "int8 is no floating point",
     }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rows", [(0,), (4,), (5,), (13,), (3, 3)])
+def test_products_in_parts(rows: tuple[int, ...]) -> None:
+    """Of as many rows at a time as windows are multiplied with, as by one product."""
+    import torch
+
+    from tpde.integrations.vllm.weights import product_in_parts
+
+    class Packed:
+        most_rows = 4
+        counts: ClassVar[list[int]] = []
+
+        def product(self, x: Any, bias: Any, trained: bool) -> Any:
+            self.counts.append(x.numel() // x.shape[-1])
+            return torch.nn.functional.linear(x, weight, bias)
+
+    weight, bias, x = torch.randn(6, 8), torch.randn(6), torch.randn(*rows, 8)
+    found = product_in_parts(Packed(), x, bias)  # type: ignore[arg-type]
+    assert torch.allclose(found, torch.nn.functional.linear(x, weight, bias), atol=1e-5)
+    assert found.shape == (*rows, 6)
+    assert max(Packed.counts) <= 4
+    assert sum(Packed.counts) == x.numel() // 8
 
 
 @pytest.mark.quick

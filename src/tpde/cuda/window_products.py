@@ -105,21 +105,27 @@ class DeviceWindow:
         first, end : int
             Which stripes of 16 rows; by default all.
         """
-        window = self.window
-        end = window.stripes if end is None else end
-        chunks = (end - first) * window.stripe_chunks
-        records, offsets, entries, bodies, *tables, _, columns = self._matrix
-        places = (
-            records + ROWS_AT * first,
-            offsets + 4 * first * window.stripe_chunks,
-            entries,
-            bodies + first * window.stripe_bytes,
-        )
-        count = min(ROWS_AT * end, window.rows) - ROWS_AT * first
+        matrix, end = self._matrix, self.window.stripes if end is None else end
+        if first or end < self.window.stripes:
+            matrix = self._stripes(first, end)
         wide = np.uint32(out % 16 == 0 and stride % 8 == 0)
-        arguments = np.uint64(out), np.uint64(stride), wide
-        launch = self._decoding("rows", chunks)
-        launch(stream, *map(np.uint64, places), *tables, np.uint32(count), columns, *arguments)
+        launch = self._decoding("rows", (end - first) * self.window.stripe_chunks)
+        launch(stream, *matrix, np.uint64(out), np.uint64(stride), wide)
+
+    def _stripes(self, first: int, end: int) -> tuple[np.unsignedinteger, ...]:
+        """What kernels are given of some stripes: as of a matrix that has no others."""
+        window = self.window
+        records, offsets, entries, bodies, low, high, _, columns = self._matrix
+        return (
+            np.uint64(records + ROWS_AT * first),
+            np.uint64(offsets + 4 * first * window.stripe_chunks),
+            entries,
+            np.uint64(bodies + first * window.stripe_bytes),
+            low,
+            high,
+            np.uint32(min(ROWS_AT * end, window.rows) - ROWS_AT * first),
+            columns,
+        )
 
     def lookup(self, ids: int, count: int, out: int, stream: int) -> None:
         """Decode some rows.

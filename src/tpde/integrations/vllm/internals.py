@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
@@ -41,6 +42,7 @@ RELIED_ON = {
     "config.get_current_vllm_config_or_none": "what the KV cache has room for",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
+    "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
     "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
@@ -72,6 +74,11 @@ def quantizes_again() -> bool:
     return get_current_vllm_config().model_config.quantization_config is not None
 
 
+def is_batch_invariant() -> bool:
+    """Whether results are not to depend on the batch, as `VLLM_BATCH_INVARIANT=1` asks for."""
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
 def unties_heads() -> bool:
     """Whether this vLLM takes a head that is in the files where the configuration says that it is tied.
 
@@ -96,6 +103,8 @@ def why_decoded(method: Any, layer: Any) -> str | None:
         Whose they are.
     """
     backend, spread = method.unquantized_backend, method.moe.moe_parallel_config
+    if is_batch_invariant():  # few tokens from windows and many by vLLM's kernels would differ
+        return "`VLLM_BATCH_INVARIANT` is set"
     if backend.name != "TRITON":  # others take rows in an order of their own
         return f"{backend.value} kernels have rows in another order; `--moe-backend triton` has not"
     if spread.use_ep or spread.dp_size > 1 or spread.pcp_size > 1:

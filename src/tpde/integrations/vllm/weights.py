@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.vllm import refusals
+from tpde.integrations.vllm import internals, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
@@ -97,6 +97,7 @@ class Weight:
 
     def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
         self._layer, self._method, self.packed = weakref.ref(layer), method, packed
+        self._in_parts = internals.is_batch_invariant()
         give_handle(self, layer, HANDLE, layer.weight.device)
         if packed is None:
             method.process_weights_after_loading(layer)
@@ -109,6 +110,8 @@ class Weight:
         if self.packed is None:
             return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
         if self.packed.multiplies and x.is_cuda:
+            if self._in_parts:
+                return product_in_parts(self.packed, x, bias)
             return self.packed.product(x, bias, False)
         # As the plain layer computes it, which on the CPU prepares its weight for the matrix library.
         plain = SimpleNamespace(weight=_parameter(self.packed.decoded()))
@@ -121,6 +124,16 @@ class Weight:
         if self.packed is not None:
             return self.packed.rows(ids)
         return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
+
+
+def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ W.T + bias` straight from windows, however many rows x has: no row's bits depend on the others."""
+    rows = x.reshape(-1, x.shape[-1])
+    most = packed.most_rows
+    if len(rows) <= most:
+        return packed.product(x, bias, False)
+    made = torch.cat([packed.product(part, bias, False) for part in torch.split(rows, most)])
+    return made.view(*x.shape[:-1], -1)
 
 
 def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> None:
