@@ -104,3 +104,18 @@ def test_sleep(tmp_path: Path) -> None:
     llm.wake_up()
     assert generate(llm) == before
     close(llm)
+
+
+@pytest.mark.parametrize("how", ["exact", "fused"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_layers_that_vllm_keeps_on_the_host(tmp_path: Path, how: str, eager: bool) -> None:
+    """Each copied to one buffer before it runs: as with all of them on the device."""
+    model = save_llama(tmp_path)
+    wanted = generated(model, enforce_eager=eager, **kernels(how), **MEMORY)
+    moved = {"offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+    llm = engine(model, enforce_eager=eager, **kernels(how), **moved, **MEMORY)
+    assert generate(llm) == wanted
+    assert generate(llm) == wanted
+    held = [it.__dict__["tpde"] for name, it in layers(llm).items() if name.endswith("down_proj")]
+    assert len({it.packed.sources[0].memory.data_ptr() for it in held}) == 1 < len(held)
+    close(llm)
