@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import queue
+import os
 import tempfile
+import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ FIGURES = (
     ("mean_itl_ms", "time between what is streamed, ms", 2),
     ("mean_tpot_ms", "time a token after the first, ms", 2),
 )
+_packing = threading.Lock()
 Row = dict[str, Any]
 AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
 # Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
@@ -181,11 +184,12 @@ def write(directory: str, shape: str, seed: int) -> int:
 
 def pack(plain: Path) -> None:
     """Pack a model beside it, if that is not there."""
-    if not (_packed(plain) / "config.json").exists():
-        import tpde
+    with _packing:
+        if not (_packed(plain) / "config.json").exists():
+            import tpde
 
-        note("packs")
-        tpde.pack(plain, _packed(plain))
+            note("packs")
+            tpde.pack(plain, _packed(plain))
 
 
 def _packed(plain: Path) -> Path:
@@ -197,6 +201,8 @@ def served(way: str, plain: Path, log: Path, environment: dict[str, str], option
     _, more, of_packed = WAYS[way]
     lengths = options.prompt, options.tokens
     common = ["--max-model-len", str(sum(lengths) + 16), "--no-enable-prefix-caching"]
+    if of_packed:
+        pack(plain)
     model = _packed(plain) if of_packed else plain
     note(f"{way}: starts")
     kind = Engine if options.offline else Server
@@ -224,32 +230,22 @@ def run(options: argparse.Namespace, page: Page) -> None:
         plain = at / options.shape
         if not (plain / "config.json").exists():  # by another process, which then gives its memory back
             processes.call(write, str(plain), options.shape, options.seed)
-        if any(WAYS[way][2] for way in options.ways):
-            pack(plain)
-        gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(options.beside):
-            gpus.put(number)
 
-        def serve(way: str) -> Row:
-            gpu = gpus.get()
-            chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if options.beside > 1 else {}
+        def serve(way: str, gpu: str | None) -> None:
+            chosen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
             try:
-                return served(way, plain, Path(scratch) / f"{way}.log", chosen, options)
+                done[way] = served(way, plain, Path(scratch) / f"{way}.log", chosen, options)
             except Exception as error:
                 traceback.print_exc()
-                return {"problem": str(error)[:160]}
-            finally:
-                gpus.put(gpu)
+                done[way] = {"problem": str(error)[:160]}
 
-        with ThreadPoolExecutor(options.beside) as workers:
-            begun = {workers.submit(serve, way): way for way in options.ways}
-            for found in as_completed(begun):
-                done[begun[found]] = found.result()
-                rows = {way: done[way] for way in options.ways if way in done}
-                page.clear()
-                report(page, rows, options.concurrent, lengths)
-                compare(page, rows)
-                page.save()
+        for some in _turns(options.ways, options.beside):
+            _at_a_time([partial(serve, *it) for it in some])
+            rows = {way: done[way] for way in options.ways if way in done}
+            page.clear()
+            report(page, rows, options.concurrent, lengths)
+            compare(page, rows)
+            page.save()
     rows = {way: done[way] for way in options.ways}
     for way, row in rows.items():
         if way.startswith("tpde"):

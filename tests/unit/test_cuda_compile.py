@@ -263,10 +263,16 @@ def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
 def test_different_kernels_are_compiled_at_a_time(machine: Machine) -> None:
     meet = threading.Barrier(2)
     machine.during = lambda: meet.wait(20)  # which raises if they came one after the other
-    names = "merge", "other"
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda name: machine.backend.kernel("merge.cu", name, {"N": len(name)}, 0), names))
+        list(threads.map(lambda n: machine.backend.kernel("merge.cu", "merge", {"N": n}, 0), range(2)))
     assert len(machine.compiled) == 2
+
+
+def test_kernels_of_one_file_are_compiled_once(machine: Machine) -> None:
+    names = [f"name {i}" for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: machine.backend.kernel("merge.cu", name, DEFINES, 0), names))
+    assert len(machine.compiled) == 1
 
 
 def test_launches(machine: Machine) -> None:

@@ -15,7 +15,6 @@ from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, products_of
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
-LAUNCHES = None
 H200, ADA = 227 << 10, 99 << 10
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.models import assert_same_bits, torch
 
 from tpde.errors import Corrupt
+from tpde.loading.reading import Reader
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 pytestmark = pytest.mark.quick
@@ -69,6 +71,41 @@ def test_a_few_are_taken_at_a_time(weights: Any) -> None:
         assert len(taken) - given < TENSORS - 2
         coming.close()
         assert not readers()
+
+
+def test_the_device_of_the_model(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not PyTorch's default one, which vLLM sets while it makes layers alone."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    from tpde.integrations.vllm import internals, loader
+
+    class Loader(BaseModelLoader):
+        def __init__(self) -> None:
+            pass
+
+        def download_model(self, *_: Any) -> None:
+            pass
+
+        def create_model(self, *_: Any, **__: Any) -> Any:
+            return torch.nn.Module()
+
+        def load_weights(self, *_: Any) -> None:
+            list(loader.unpacked(iter([])))
+            raise KeyboardInterrupt
+
+    asked: list[torch.device] = []
+    monkeypatch.setattr(loader, "Reader", lambda device: asked.append(device) or Reader(torch.device("cpu")))
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.base_loader.initialize_model", lambda **_: torch.nn.Module()
+    )
+    for given, chosen in ((None, "cuda:3"), ("cpu", "cpu")):
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device="cuda:3"), load_config=SimpleNamespace(device=given)
+        )
+        monkeypatch.setattr(internals, "get_current_vllm_config_or_none", lambda it=config: it)
+        with pytest.raises(KeyboardInterrupt):
+            Loader().load_model(config, SimpleNamespace(dtype=torch.bfloat16))
+        assert asked.pop() == torch.device(chosen)
 
 
 def test_damage_is_named(weights: Any) -> None:

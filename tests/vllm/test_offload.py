@@ -27,7 +27,14 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def layer(offloading: list[Any], report: Any, seed: int, offloaded: bool = True) -> tuple[Any, Any, Any]:
+def layer(
+    offloading: list[Any],
+    report: Any,
+    seed: int,
+    offloaded: bool = True,
+    dtype: Any = torch.bfloat16,
+    spread: float = 0.0,
+) -> tuple[Any, Any, Any]:
     """A linear layer that was loaded and packed, what vLLM moves it with, and its plain weight."""
     from vllm.model_executor.offloader.prefetch import _CpuParamOffloader
 
@@ -37,11 +44,12 @@ def layer(offloading: list[Any], report: Any, seed: int, offloaded: bool = True)
     made, method = torch.nn.Module(), TpdeLinearMethod(report, f"model.layers.{seed}.mlp.up_proj")
     assert not method.uses_meta_device
     report.awaited += 1
-    made.weight = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), requires_grad=False)
+    made.weight = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=dtype), requires_grad=False)
     mover = _CpuParamOffloader(made, "weight")
     if offloaded:
         offloading.append(SimpleNamespace(_param_offloaders={"weight": mover, "gone": Gone()}))
-    plain = (0.05 * torch.randn(ROWS, COLUMNS, generator=draw)).bfloat16()
+    rows = torch.exp(spread * torch.randn(ROWS, 1, generator=draw))
+    plain = (0.05 * torch.randn(ROWS, COLUMNS, generator=draw) * rows).to(dtype)
     made.weight.data.copy_(plain)  # as weights are loaded: to the host
     method.process_weights_after_loading(made)
     return made, mover, plain
@@ -73,15 +81,39 @@ def test_layers_share_a_buffer(offloading: list[Any], kernels: str) -> None:
         for made, mover, plain in layers:
             buffer.copy_(mover._cpu_storage)
             held = made.__dict__["tpde"]
+            assert_same_bits(held.rows(torch.tensor([3, ROWS - 1])), plain[[3, ROWS - 1]])
             assert_same_bits(held.product(x, None), torch.nn.functional.linear(x, plain))
             assert held.packed.sources[0].memory.data_ptr() == buffer.data_ptr()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_buffers_of_fp16(offloading: list[Any], spread: float) -> None:
+    """Blobs of 0.85 to 0.87 of the plain bytes are of one size, too."""
+    from tpde.integrations.vllm.report import LoadReport
+
+    report = LoadReport("exact")
+    layers = [layer(offloading, report, seed, dtype=torch.float16, spread=spread) for seed in range(4)]
+    for _, mover, _ in layers:
+        mover.sync_cpu_storage()
+    assert len({tuple(mover._cpu_storage.shape) for _, mover, _ in layers}) == 1
+    if spread:
+        assert len({made.__dict__["tpde"].packed.packed_bytes for made, *_ in layers}) > 1
+
+
+def test_a_model_none_of_whose_layers_vllm_moves(offloading: list[Any]) -> None:
+    from tpde.integrations.vllm.report import LoadReport
+
+    with pytest.raises(InvalidInput, match="keeps no layer of this model in host memory"):
+        layer(offloading, LoadReport("fused"), 0, offloaded=False)
 
 
 def test_a_layer_that_vllm_did_not_move(offloading: list[Any]) -> None:
     """It may be one of a vision tower, with a number as others have: it is as ever."""
     from tpde.integrations.vllm.report import LoadReport
 
-    made, _, plain = layer(offloading, LoadReport("fused"), 0, offloaded=False)
+    report = LoadReport("fused")
+    report.awaited += 1
+    made, _, plain = layer(offloading, report, 0, offloaded=False)
     held = made.__dict__["tpde"]
     assert made.weight.data_ptr() == held.packed.sources[0].memory.data_ptr()
     x = torch.randn(3, COLUMNS).bfloat16()
@@ -117,39 +149,53 @@ def test_what_is_told(offloading: list[Any], monkeypatch: pytest.MonkeyPatch) ->
         ("model.layers.3.self_attn.qkv_proj", True),
         ("model.layers.4.mlp.experts.3.w", False),
         ("lm_head", False),
+        ("", True),  # some models name none
     ],
 )
 def test_which_layers_vllm_moves(prefix: str, offloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.integrations.vllm import internals
 
     how = SimpleNamespace(offload_group_size=4, offload_num_in_group=2)
-    config = SimpleNamespace(offload_config=SimpleNamespace(prefetch=how))
-    monkeypatch.setattr(internals, "get_current_vllm_config", lambda: config)
+    asked = SimpleNamespace(prefetch=how, uva=SimpleNamespace(cpu_offload_gb=10), offload_backend="auto")
+    monkeypatch.setattr(internals, "get_current_vllm_config", lambda: SimpleNamespace(offload_config=asked))
     assert internals.may_be_offloaded(prefix) == offloaded
-    how.offload_group_size = 0
+    assert not internals.reads_weights_on_host()
+    asked.offload_backend = "uva"
+    assert not internals.may_be_offloaded(prefix)
+    assert internals.reads_weights_on_host()
+    asked.offload_backend, how.offload_group_size = "auto", 0
     assert not internals.may_be_offloaded(prefix)
 
 
 @pytest.mark.parametrize(
-    ("stages", "moves", "text"),
-    [(2, True, "--pipeline-parallel-size"), (1, False, "does nothing"), (1, True, None)],
+    ("change", "text"),
+    [
+        ({"stages": 2}, "--pipeline-parallel-size"),
+        ({"moves": False}, "does nothing"),
+        ({"adapters": object()}, "--enable-lora"),
+        ({"step": 2, "apart": False}, "--offload-prefetch-step"),
+        ({"step": 2}, None),
+        ({"apart": False}, None),
+    ],
 )
 def test_offloading_that_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, stages: int, moves: bool, text: str | None
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str | None
 ) -> None:
+    how = {"stages": 1, "moves": True, "adapters": None, "step": 1, "apart": True} | change
     from tpde.integrations.vllm import internals, refusals
 
-    offload = SimpleNamespace(
-        uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=2)
-    )
+    moved = SimpleNamespace(offload_group_size=2, offload_prefetch_step=how["step"])
+    offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=moved, offload_backend="auto")
     config = SimpleNamespace(
         model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
         offload_config=offload,
         load_config=SimpleNamespace(load_format="auto"),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        lora_config=how["adapters"],
+        parallel_config=SimpleNamespace(pipeline_parallel_size=how["stages"]),
     )
-    offloader = SimpleNamespace(module_offloaders=[]) if moves else object()
+    offloader = SimpleNamespace(module_offloaders=[]) if how["moves"] else object()
     monkeypatch.setattr(internals, "get_offloader", lambda: offloader)
+    monkeypatch.setattr(internals, "keeps_buffers_apart", lambda: how["apart"])
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     if text is None:

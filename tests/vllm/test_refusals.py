@@ -125,7 +125,9 @@ def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) 
 
     model = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem", quantization_config=None)
     offload = SimpleNamespace(
-        uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+        uva=SimpleNamespace(cpu_offload_gb=0),
+        prefetch=SimpleNamespace(offload_group_size=0),
+        offload_backend="auto",
     )
     load = SimpleNamespace(load_format="auto")
     spread = SimpleNamespace(pipeline_parallel_size=1)
@@ -196,7 +198,9 @@ def test_experts_that_stay_plain(
     config = SimpleNamespace(
         lora_config=adapters,
         parallel_config=SimpleNamespace(use_ubatching=halves),
-        offload_config=SimpleNamespace(prefetch=how),
+        offload_config=SimpleNamespace(
+            prefetch=how, uva=SimpleNamespace(cpu_offload_gb=0), offload_backend="auto"
+        ),
     )
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)

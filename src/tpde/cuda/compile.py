@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import re
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,19 +147,31 @@ class Cubins:
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
         self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self._being_made: dict[Path, threading.Lock] = {}  # several kernels may be in one of them
 
     def get(self, source: str, defines: Mapping[str, int], arch: str) -> bytes:
         """A kernel file, compiled, from the disk if it is there: see `Compiler.cubin`."""
         compiler = self.compiler
         facts_of_it = repr((compiler.text(source), sorted(defines.items()), arch, compiler.version()))
         path = cache_directory() / "kernels" / f"{hashlib.sha256(facts_of_it.encode()).hexdigest()}.cubin"
+        with self._lock:
+            making = self._being_made.setdefault(path, threading.Lock())
+        with making:
+            return self._kept(path) or self._made(path, source, defines, arch)
+
+    def _kept(self, path: Path) -> bytes:
+        """An entry that is there and whole, or nothing."""
         try:
             entry = path.read_bytes()
         except OSError:
-            entry = b""
+            return b""
         if len(entry) > 32 and hashlib.sha256(entry[32:]).digest() == entry[:32]:
             return entry[32:]
-        code, _ = compiler.cubin(source, defines, arch)
+        return b""
+
+    def _made(self, path: Path, source: str, defines: Mapping[str, int], arch: str) -> bytes:
+        code, _ = self.compiler.cubin(source, defines, arch)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             sink = FileSink(path, force=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.offloader import prefetch
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -64,21 +66,52 @@ RELIED_ON = {
 }
 
 
+def load_device() -> torch.device:
+    """Where the model that is being loaded is to be.
+
+    PyTorch's default device is that only while layers are made, not while weights are read.
+    """
+    config: Any = get_current_vllm_config_or_none()
+    if config is None:
+        return torch.get_default_device()
+    device = torch.device(config.load_config.device or config.device_config.device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _offload_backend() -> str:
+    """How vLLM keeps weights in host memory, as it chooses: `prefetch`, `uva`, or not at all."""
+    how: Any = get_current_vllm_config().offload_config
+    if how.offload_backend != "auto":
+        return str(how.offload_backend)
+    if how.prefetch.offload_group_size > 0:
+        return "prefetch"
+    return "uva" if how.uva.cpu_offload_gb > 0 else ""
+
+
 def reads_weights_on_host() -> bool:
-    """Whether vLLM was asked to leave weights in host memory, and to have kernels read them there."""
-    return bool(get_current_vllm_config().offload_config.uva.cpu_offload_gb > 0)
+    """Whether vLLM leaves weights in host memory, and has kernels read them there."""
+    return _offload_backend() == "uva"
 
 
 def prefetches_weights() -> bool:
-    """Whether vLLM was asked to keep layers in host memory, and to copy each before it runs."""
-    return bool(get_current_vllm_config().offload_config.prefetch.offload_group_size > 0)
+    """Whether vLLM keeps layers in host memory, and copies each before it runs."""
+    return _offload_backend() == "prefetch"
+
+
+def keeps_buffers_apart() -> bool:
+    """Whether several buffers in turn are right whatever the number of layers.
+
+    Before vLLM had this function, a layer's buffer could be overwritten before it ran.
+    """
+    return hasattr(prefetch, "_get_next_prefetch_index")
 
 
 def moves_layers() -> bool:
     """Whether something in this process copies layers from host memory.
 
-    With `--offload-group-size` nothing does in 0.26 for models that its second model runner takes, plain ones
-    too; 0.32 has it there.
+    Nothing does in 0.26 for models that its second model runner takes, plain ones too; 0.32 has it there.
     """
     return hasattr(get_offloader(), "module_offloaders")
 
@@ -87,9 +120,12 @@ def may_be_offloaded(prefix: str) -> bool:
     """Whether what has this name is in a layer that vLLM keeps in host memory, going by the layer's number.
 
     Of those that are not, weights may come by the `meta` device; vLLM moves the others before any is read.
+    Some models give layers no name.
     """
     if not prefetches_weights():
         return False
+    if not prefix:
+        return True
     how: Any = get_current_vllm_config().offload_config.prefetch
     numbers = [int(it) for it in prefix.split(".") if it.isdigit()]
     last = how.offload_group_size - how.offload_num_in_group

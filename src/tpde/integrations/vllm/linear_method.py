@@ -39,8 +39,8 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         With memory where vLLM moves it to the host at once.
         """
         if not self.uses_meta_device:
-            self._report.awaited += 1
             self._plain.create_weights(layer, *args, **kwargs)
+            self._report.awaited += not layer.weight.is_meta  # as of a tower that is left out
             return
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
@@ -65,6 +65,8 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
         if not self.uses_meta_device:
             self._report.awaited -= 1
+            if not self._report.awaited and not self._report.any_on_host:
+                raise refusals.nothing_moved()
             self._report.tell()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
 from tpde.format.constants import METHOD, SUFFIX
+from tpde.integrations.vllm import internals
 from tpde.integrations.vllm.internals import WeightsMapper
 from tpde.io.sources import BytesSource, Extent
 from tpde.loading.reading import Reader
@@ -27,16 +28,16 @@ _registered = False
 def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of files, those that are packed decoded, under their names in the source.
 
-    Blobs are decoded on the device that PyTorch makes tensors on, which while vLLM loads is the model's. They
-    are copied there by several threads, which vLLM's iterators leave to one: their tensors are mapped files.
-    Blobs of up to 256 MiB, or of two tensors, are there beside what the device has for a layer.
+    Blobs are decoded on the device that the model is loaded to. They are copied there by several threads,
+    which vLLM's iterators leave to one: their tensors are mapped files. Blobs of up to 256 MiB, or of two
+    tensors, are there beside what the device has for a layer.
 
     Raises
     ------
     Truncated, Corrupt, UnsupportedVersion
         If a blob is damaged.
     """
-    device = torch.get_default_device()
+    device = internals.load_device()
     with Reader(device) as reader:
         before: _Group | None = None
         for group in _groups(weights):

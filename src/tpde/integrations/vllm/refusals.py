@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
@@ -26,22 +28,12 @@ def check() -> None:
     if internals.reads_weights_on_host():
         raise InvalidInput(
             "`--cpu-offload-gb` lets kernels read weights in host memory, which ours do not",
-            hint="use `--offload-group-size`, which copies layers, packed, before they run",
+            hint="use `--offload-group-size` instead, which copies layers, packed, before they run",
             where="offload_config",
         )
     config = get_current_vllm_config()
-    if internals.prefetches_weights() and not internals.moves_layers():
-        raise InvalidInput(
-            "`--offload-group-size` does nothing in the model runner that this vLLM takes for the model",
-            hint="set `VLLM_USE_V2_MODEL_RUNNER=0` in the environment, or leave the option out",
-            where="offload_config",
-        )
-    if internals.prefetches_weights() and config.parallel_config.pipeline_parallel_size > 1:
-        raise InvalidInput(
-            "`--offload-group-size` with packed weights and `--pipeline-parallel-size` was not tried",
-            hint="use one of the two",
-            where="offload_config",
-        )
+    if internals.prefetches_weights():
+        _check_offloading(config)
     sleep_mode.choose(config.model_config)
     load_format = config.load_config.load_format
     if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
@@ -52,6 +44,38 @@ def check() -> None:
             where="load_format",
             found=load_format,
         )
+
+
+def _check_offloading(config: Any) -> None:
+    """Refuse what does not work beside layers that vLLM copies from host memory."""
+    if not internals.moves_layers():
+        raise InvalidInput(
+            "`--offload-group-size` does nothing in the model runner that this vLLM takes for the model",
+            hint="set `VLLM_USE_V2_MODEL_RUNNER=0` in the environment, or leave the option out",
+            where="offload_config",
+        )
+    beside = None
+    if config.parallel_config.pipeline_parallel_size > 1:
+        beside = "`--pipeline-parallel-size`"
+    elif config.lora_config is not None:
+        beside = "`--enable-lora`, for which vLLM would put adapters on the host"
+    elif config.offload_config.prefetch.offload_prefetch_step > 1 and not internals.keeps_buffers_apart():
+        beside = "`--offload-prefetch-step` above 1, for which this vLLM overwrites buffers too early"
+    if beside is not None:
+        raise InvalidInput(
+            f"`--offload-group-size` does not go with packed weights and {beside}",
+            hint="leave one of the two out",
+            where="offload_config",
+        )
+
+
+def nothing_moved() -> InvalidInput:
+    """The error for a model none of whose layers vLLM keeps in host memory, as it was asked to."""
+    return InvalidInput(
+        "vLLM keeps no layer of this model in host memory: its code makes them without vLLM's offloading",
+        hint="leave `--offload-group-size` out",
+        where="offload_config",
+    )
 
 
 def can_pack_experts() -> bool:

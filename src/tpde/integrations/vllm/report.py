@@ -53,6 +53,11 @@ class LoadReport:
         self._on_host[0] += plain_bytes
         self._on_host[1] += held_bytes
 
+    @property
+    def any_on_host(self) -> bool:
+        """Whether weights are kept in host memory."""
+        return self._on_host[0] > 0
+
     def decoded(self, why: str) -> None:
         """Count a layer whose experts are decoded for every batch, and why."""
         self._decoded[why] += 1

@@ -22,8 +22,8 @@ from tpde.weights.windows_source import WindowSource
 
 HANDLE = "tpde_handle"  # a buffer of each module with such a weight
 # What blobs that vLLM copies are padded to, shares of the plain weight: those of a name and a size share
-# buffers. Windows take 0.70 to 0.71, prefix codes 0.67.
-_PADDED_TO = 0.72, MOST_SHARE
+# buffers. Windows take 0.70 to 0.71, prefix codes of bf16 0.67, of fp16 0.85 to 0.87.
+_PADDED_TO = 0.72, 0.8, 0.88, 0.96, 1.0
 _HANDLE_BYTES = 16
 
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
@@ -141,7 +141,7 @@ class OffloadedWeight(Weight):
 
     def _place(self, layer: Any, packed: PackedTensor) -> None:
         shares = (int(share * packed.nbytes) for share in _PADDED_TO)
-        size = next((it for it in shares if it >= packed.packed_bytes), packed.packed_bytes)
+        size = next(it for it in shares if it >= packed.packed_bytes)  # nothing is packed that grows
         memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
 
         def to_host(blob: Tensor) -> Tensor:
@@ -152,8 +152,7 @@ class OffloadedWeight(Weight):
         layer.weight = BlobParameter.of(packed, memory)
         self._at = memory.data_ptr()
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ W.T + bias`."""
+    def _follow(self) -> None:
         layer: Any = self._layer()
         assert self.packed is not None
         if layer.weight.data_ptr() != self._at:
@@ -161,7 +160,16 @@ class OffloadedWeight(Weight):
             self.packed.apply(lambda blob: buffer[: blob.numel()])
             self.packed.prepare()
             self._at = buffer.data_ptr()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`."""
+        self._follow()
         return super().product(x, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
+        self._follow()
+        return super().rows(ids)
 
 
 def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
