@@ -1,0 +1,396 @@
+// window_wide.cu: products of up to 128 rows with a matrix in the window layout (docs/windows.md 9), on Hopper GPUs.
+//
+// Eight blocks, a cluster, take four stripes at a time together, a turn, each of them one part of their columns. Some
+// warps of a block decode: each writes one stripe's chunk to shared memory, as `wgmma` takes it, and waits for nothing but
+// its bytes and room. Others multiply: a group of four has 64 rows of x, in registers, as the first factor, and what is
+// decoded as the second one. So no weight is decoded twice, and decoding waits for no product. `wgmma` adds 16 products at
+// a time to the bits that `mma.m16n8k16` gives. The eight partial sums of eight rows of the matrix go to one block of the
+// cluster, whose warps that multiply end them.
+//
+// All wait for each other by barriers in shared memory ("mbarrier"). A tile here is a chunk of four stripes, a piece a
+// quarter of it, 64 rows x 64 columns.
+//
+// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; DECODERS, the warps that decode, a multiple of four;
+// HELD, how many chunks one of them has fetched at a time, 1 or 2; OWN, the chunks that a part has at most, 1 or 2, or
+// with STREAMS any number: then x is loaded again for every EACH turns, a round, whose sums a warp keeps beside each
+// other; INBOXES, how many turns' partial sums there is room for, at least 2 and EACH.
+
+#include "window.cuh"
+#include "hopper.cuh"
+
+#define GROUPS (NB / 64u)
+#define MULTIPLIERS (4 * GROUPS)  // warps
+#define ALL_WARPS (MULTIPLIERS + DECODERS)
+#define SETS (DECODERS / 4u)     // tiles that are decoded at a time, each where no other one goes
+#define PIECE 8192u              // bytes: 64 rows x 64 columns
+#define STEP 2048u               // of them, 16 columns
+#define STEP_HALF 1024u          // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
+#define PAIR_PLANE 1024u         // bytes: the places of a pair of tiles
+#define INBOX (MULTIPLIERS * PARTS * 512u)  // bytes: 16 a lane of each part
+#define LAG (EACH == 1 ? 1u : INBOXES)  // turns after which sums are added up
+#define KEPT (STREAMS ? 1 : OWN)  // chunks of x in registers
+// Registers of threads that multiply, and of others: 64 Ki are there.
+#define MULTIPLIER_REGISTERS (NB == 128 ? 192 : 240)
+#define DECODER_REGISTERS (NB == 128 ? 64 : DECODERS == 12 ? 88 : 128)
+
+// ---- x ----
+
+// Rows of x, where they lie, and how many columns can be read.
+struct X {
+  const u16* at;
+  u64 stride;
+  u32 rows, columns;
+};
+
+// What a lane has of 64 columns of x: of rows g and g + 8 of its warp's 16, an octet of each of two tiles.
+struct Columns {
+  uint4 v[2][2];
+};
+
+__device__ __forceinline__ Columns load_x(const X& x, u32 chunk, u32 piece, u32 warp, u32 lane) {
+  Columns c;
+#pragma unroll
+  for (u32 t = 0; t < 2; t++)
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      const u32 row = 16 * warp + 8 * half + lane / 4, column = 256 * chunk + 64 * piece + 32 * t + lane % 4 * 8;
+      c.v[t][half] = make_uint4(0, 0, 0, 0);
+      if (row < x.rows && column < x.columns) c.v[t][half] = *(const uint4*)(x.at + row * x.stride + column);
+    }
+  return c;
+}
+
+// As wgmma takes them: four words for each of four products of 16 columns.
+__device__ __forceinline__ void set_x(u32 (*f)[4], const Columns& c) {
+#pragma unroll
+  for (u32 t = 0; t < 2; t++) {
+    const uint4 &a = c.v[t][0], &b = c.v[t][1];
+    set_register(f[2 * t][0], a.x), set_register(f[2 * t][1], b.x), set_register(f[2 * t][2], a.y), set_register(f[2 * t][3], b.y);
+    set_register(f[2 * t + 1][0], a.z), set_register(f[2 * t + 1][1], b.z);
+    set_register(f[2 * t + 1][2], a.w), set_register(f[2 * t + 1][3], b.w);
+  }
+}
+
+// ---- decoding ----
+
+// An entry as it is put: its place, or NOWHERE, and what is XORed to the word there.
+struct Put {
+  u32 place, value;
+};
+
+#define NOWHERE 0x1000u
+
+__device__ __forceinline__ Put put_of(const Matrix& m, u32 entry, bool there) {
+  return {there ? entry & 4095 : NOWHERE, xor_of(m, entry) << entry % 4 * 8};
+}
+
+__device__ __forceinline__ void put_pair(u8* plane, const Put& a, u32 pair) {
+  if (a.place >> 10 == pair) atomicXor((u32*)plane + (a.place & 1023) / 4, a.value);
+}
+
+// XOR those entries of a chunk to the plane that are a pair of tiles'.
+__device__ __forceinline__ void scatter_pair(const Entries& e, const Put& a, const Put& b, u8* plane, const Matrix& m, u32 pair, u32 lane) {
+  put_pair(plane, a, pair), put_pair(plane, b, pair);
+  for (u32 i = lane + 64; i < e.count; i += 32)
+    put_pair(plane, put_of(m, __ldg((const u16*)m.entries + e.at + i), true), pair);
+  __syncwarp();
+}
+
+// All lanes have met since they read the plane.
+__device__ __forceinline__ void wipe_pair(const Entries& e, const Put& a, const Put& b, u8* plane, const Matrix& m, u32 pair, u32 lane) {
+  if (a.place >> 10 == pair) plane[a.place & 1023] = 0;
+  if (b.place >> 10 == pair) plane[b.place & 1023] = 0;
+  for (u32 i = lane + 64; i < e.count; i += 32) {
+    const u32 entry = __ldg((const u16*)m.entries + e.at + i);
+    if ((entry >> 10 & 3) == pair) plane[entry & 1023] = 0;
+  }
+  __syncwarp();
+}
+
+// Four code words of a lane, from the one numbered k on. Words of columns beyond a chunk's pairs are as padding is, finite
+// numbers.
+__device__ __forceinline__ uint4 take_codes(const u8* from, u32 pairs, u32 k, u32 lane) {
+  if (pairs == 4) return *(const uint4*)(from + 128 * k + 16 * lane);
+  uint4 c = make_uint4(0, 0, 0, 0);
+#if TAIL
+  const u32* const p = (const u32*)from + lane + 32 * k;
+  if (k < 3 * pairs) c.x = p[0];
+  if (k + 1 < 3 * pairs) c.y = p[32];
+  if (k + 2 < 3 * pairs) c.z = p[64];
+  if (k + 3 < 3 * pairs) c.w = p[96];
+#endif
+  return c;
+}
+
+// The low bytes of tile j.
+__device__ __forceinline__ uint4 take_low(const u8* from, u32 pairs, u32 j, u32 lane) {
+  if (pairs == 4) return *(const uint4*)(from + 1536 + 512 * j + 16 * lane);
+#if TAIL
+  const u32* const p = (const u32*)from + lane + 96 * pairs + 128 * j;
+  if (j < 2 * pairs) return make_uint4(p[0], p[32], p[64], p[96]);
+#endif
+  return make_uint4(0, 0, 0, 0);
+}
+
+// What a block takes: of each stripe the chunks `part`, `part + PARTS`, ..., `own` of them; of the stripes four from `start`
+// on, four from `start + step` on, and so on, in so many turns.
+struct Share {
+  u32 part, own, start, step, turns;
+};
+
+// Each warp finds it where it needs it: what all have found before takes registers from all.
+__device__ __forceinline__ Share share_of(const Matrix& m) {
+  Share s;
+  u32 stripes = (m.rows + 15) / 16;
+  forget(stripes);
+  s.part = rank_in_cluster();
+  s.own = (m.chunks - s.part + PARTS - 1) / PARTS;
+  s.step = gridDim.x / CLUSTER * 4, s.start = blockIdx.x / CLUSTER * 4;
+  s.turns = (stripes - s.start + s.step - 1) / s.step;
+  return s;
+}
+
+// A tile of a block: of which turn, and which of the part's chunks.
+struct Place {
+  u32 turn, own;
+};
+
+// As `product` of window.cu.
+extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
+wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+             const u16* __restrict__ bias) {
+  DYNAMIC_SHARED;
+  const Matrix m = THE_MATRIX;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u8* const pieces = shared;                          // [SETS][4] pieces that are decoded
+  u8* const inbox = pieces + SETS * 4 * PIECE;        // [INBOXES][PARTS] partial sums that this block adds up
+  u8* const chunks = inbox + INBOXES * INBOX;         // [DECODERS][HELD]
+  u8* const planes = chunks + DECODERS * HELD * CHUNK_BYTES;  // [DECODERS]
+  // Barriers: an inbox is full, all have read theirs, a piece is decoded, nobody reads it, a chunk has come.
+  const u32 full = shared_address(planes + DECODERS * PAIR_PLANE), read = full + 8 * INBOXES, decoded = read + 8 * INBOXES;
+  const u32 emptied = decoded + 8 * 4 * SETS, come = emptied + 8 * 4 * SETS;
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * MULTIPLIERS);
+    for (u32 i = 0; i < 4 * SETS; i++) make_barrier(decoded + 8 * i, 4), make_barrier(emptied + 8 * i, MULTIPLIERS);
+    for (u32 i = 0; i < HELD * DECODERS; i++) make_barrier(come + 8 * i, 1);
+    fence_barriers();
+    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
+  }
+  __syncthreads();
+  arrive();
+  if (warp >= MULTIPLIERS) {
+    take_registers<DECODER_REGISTERS, false>();
+    const auto [part_, own_, start_, step_, turns_] = share_of(m);
+    const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_, last = (m.rows + 15) / 16 - 1;
+    const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
+    // To the block's next tile.
+    const auto advance = [&](Place& p) {
+      if (++p.turn % EACH && p.turn < turns) return;
+      if (++p.own == own) p.own = 0, p.turn = (p.turn + EACH - 1) / EACH * EACH;
+      else p.turn = (p.turn - 1) / EACH * EACH;
+    };
+    const u32 number = warp - MULTIPLIERS, set = number / 4, beside = number % 4;
+    u8 *const held = chunks + number * HELD * CHUNK_BYTES, *const plane = planes + number * PAIR_PLANE;
+    const u32 came = come + 8 * HELD * number, mine = decoded + 8 * 4 * set, room = emptied + 8 * 4 * set;
+    const auto stripe_of = [&](const Place& p) { return min(start + p.turn * step + beside, last); };  // or the last again
+    // To this warp's next tile.
+    const auto skip = [&](Place& p) {
+#pragma unroll
+      for (u32 i = 0; i < SETS; i++)
+        if (p.turn < turns) advance(p);
+    };
+    const auto fetch_of = [&](const Place& p, u32 i) {
+      if (p.turn < turns)
+        bring(shared_address(held + i * CHUNK_BYTES), came + 8 * i, m, stripe_of(p), chunk_of(p.own), lane);
+    };
+    for (u32 i = lane; i < PAIR_PLANE / 16; i += 32) ((uint4*)plane)[i] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+    Place here = {0, 0};
+    for (u32 i = 0; i < set; i++)
+      if (here.turn < turns) advance(here);
+    Place next = here;
+    skip(next);
+    fetch_of(here, 0);
+    if (HELD == 2) fetch_of(next, 1);
+    Entries coming = {0, 0, 0, 0};
+    Range after = {0, 0};
+    Records ahead = {0, 0};
+    if (here.turn < turns) {
+      coming = load_entries(m, range_of(m, stripe_of(here), chunk_of(here.own)), lane);
+      ahead = records_of(m, stripe_of(here), lane);
+      if (next.turn < turns) after = range_of(m, stripe_of(next), chunk_of(next.own));
+    }
+    follow_early();
+    // Where `stmatrix` has a lane write: a row of 16 bytes of one of four blocks of 8 x 8 words.
+    const u32 to = shared_address(pieces) + set * 4 * PIECE + lane / 16 * STEP_HALF + (2 * beside + lane / 8 % 2) * 128 + lane % 8 * 16;
+    const uint2* const escapes = (const uint2*)plane + lane;
+#pragma unroll 1
+    for (u32 count = 0; here.turn < turns; count++) {
+      const Entries e = coming;
+      const Rows r = rows_of(ahead, m.zero);
+      const u32 pairs = pairs_of(m, chunk_of(here.own));
+      if (next.turn < turns) {
+        Place far = next;
+        skip(far);
+        coming = load_entries(m, after, lane);
+        ahead = records_of(m, stripe_of(next), lane);
+        if (far.turn < turns) after = range_of(m, stripe_of(far), chunk_of(far.own));
+      }
+      const Put a = put_of(m, e.first, lane < e.count), b = put_of(m, e.second, lane + 32 < e.count);
+      const u32 which = count % HELD;
+      const u8* const from = held + which * CHUNK_BYTES;
+      wait_on(came + 8 * which, count / HELD % 2);
+      uint4 codes[3];
+      const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
+#pragma unroll
+      for (u32 p = 0; p < 4; p++) {
+        if (p < 3) codes[p] = take_codes(from, pairs, 4 * p, lane);
+        scatter_pair(e, a, b, plane, m, p, lane);
+#pragma unroll
+        for (u32 t = 0; t < 2; t++) {
+          u32 w[8];
+          tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), take_low(from, pairs, 2 * p + t, lane), r, escapes + 64 * t, w);
+          if (t == 0) wait_on(room + 8 * p, (count + 1) % 2);
+#pragma unroll
+          for (u32 f = 0; f < 2; f++)
+            store_blocks(to + p * PIECE + (2 * t + f) * STEP, w[2 * f], w[4 + 2 * f], w[2 * f + 1], w[5 + 2 * f]);
+        }
+        fence_shared();  // wgmma reads them; the next chunk comes where this one was read
+        __syncwarp();
+        if (lane == 0) arrive_at(mine + 8 * p);
+        wipe_pair(e, a, b, plane, m, p, lane);
+      }
+      here = next;
+      forget(next.turn);  // what was found from it above takes registers
+      skip(next);
+      fetch_of(HELD == 2 ? next : here, which);
+    }
+  } else {
+    take_registers<MULTIPLIER_REGISTERS, true>();
+    const auto [part_, own_, start_, step_, turns_] = share_of(m);
+    const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_;
+    const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
+    const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
+    follow_early();
+    wait_for_last();  // x is the last kernel's; the weights are not
+    u32 f[KEPT][16][4];
+#if STREAMS
+    Columns soon[2];
+#endif
+#pragma unroll
+    for (u32 i = 0; i < KEPT; i++)
+#pragma unroll
+      for (u32 p = 0; p < 4; p++) {
+        const Columns c = load_x(x, chunk_of(min(i, own - 1)), p, warp, lane);
+        set_x(&f[i][4 * p], c);
+#if STREAMS
+        soon[p % 2] = c;
+#endif
+      }
+    wait_for_cluster();  // all have their barriers
+    const u32 slot = 16 * threadIdx.x;  // of an inbox, of each part
+    // Add up a turn's partial sums, and store y.
+    const auto end = [&](u32 turn) {
+      const u32 box = turn % INBOXES;
+      wait_on(full + 8 * box, turn / INBOXES % 2);
+      const float4* const p = (const float4*)(inbox + box * INBOX + slot);
+      float4 v[PARTS];
+#pragma unroll
+      for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * MULTIPLIERS * j];
+      float4 s = pairwise(v);
+      if (turn + INBOXES < turns) {
+        if (threadIdx.x == 0) expect(full + 8 * box, INBOX);
+        keep_register(s.x), keep_register(s.y), keep_register(s.z), keep_register(s.w);  // all have been read
+        __syncwarp();
+        if (lane < CLUSTER) arrive_in(read + 8 * box, lane);
+      }
+      const u32 row = 16 * (start + turn * step) + 8 * part + lane % 4 * 2;
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const u32 k = 16 * warp + 8 * half + lane / 4;
+        if (k >= n || row >= m.rows) continue;
+        u16* const to = y + k * y_stride + row;
+        const u16 one = ended(half ? s.z : s.x, bias, row);
+        if (row + 1 == m.rows) {
+          to[0] = one;
+          continue;
+        }
+        const u16 two = ended(half ? s.w : s.y, bias, row + 1);
+        if (((u64)y | y_stride * 2) % 4 == 0) *(u32*)to = one | (u32)two << 16;
+        else to[0] = one, to[1] = two;
+      }
+    };
+    u32 tiles = 0;
+#pragma unroll 1
+    for (u32 round = 0; round < turns; round += EACH) {
+      float sum[EACH][32];
+#pragma unroll
+      for (u32 h = 0; h < EACH; h++)
+#pragma unroll
+        for (u32 t = 0; t < 32; t++) sum[h][t] = 0;
+      // A tile: `f` are its columns of x, `next` the chunk after it.
+      const auto multiply = [&](float* d, u32 (*f)[4], bool starts, bool first, bool last, u32 next) {
+        const u32 place = tiles % SETS * 4, parity = tiles / SETS % 2;
+#pragma unroll
+        for (u32 p = 0; p < 4; p++) {
+          wait_on(decoded + 8 * (place + p), parity);
+          const u32 at = shared_address(pieces) + (place + p) * PIECE;
+          registers_are_set();
+#pragma unroll
+          for (u32 k = 0; k < 4; k++) {
+            const u32* const a = f[4 * p + k];
+            wgmma_64(d, a[0], a[1], a[2], a[3], descriptor(at + k * STEP, STEP_HALF));
+          }
+          commit();
+          wait_for_products<1>();  // those of the piece before have ended
+          if ((p || !starts) && lane == 0) arrive_at(emptied + 8 * (p ? place + p - 1 : (tiles + SETS - 1) % SETS * 4 + 3));
+#if STREAMS
+          if (p == 0 && first) {
+            set_x(f + 12, soon[1]);
+            soon[0] = load_x(x, next, 0, warp, lane), soon[1] = load_x(x, next, 1, warp, lane);
+          }
+          if (p && last) {
+            set_x(f + 4 * (p - 1), soon[(p - 1) % 2]);
+            if (p < 3) soon[(p - 1) % 2] = load_x(x, next, p + 1, warp, lane);
+          }
+#endif
+        }
+        tiles++;
+      };
+#if STREAMS
+#pragma unroll 1
+      for (u32 i = 0; i < own; i++) {
+        const u32 next = chunk_of(i + 1 < own ? i + 1 : 0);
+#pragma unroll
+        for (u32 h = 0; h < EACH; h++) {
+          if (h && round + h >= turns) break;
+          multiply(sum[h], f[0], i + h == 0, h == 0, h + 1 == EACH || round + h + 1 >= turns, next);
+        }
+      }
+#else
+#pragma unroll
+      for (u32 i = 0; i < OWN; i++)
+        if (i < own) multiply(sum[0], f[i], i == 0, false, false, 0);
+#endif
+      wait_for_products<0>();
+      if (lane == 0) arrive_at(emptied + 8 * ((tiles + SETS - 1) % SETS * 4 + 3));
+#pragma unroll
+      for (u32 h = 0; h < EACH; h++) {
+        const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + 512 * MULTIPLIERS * part + slot;
+        if (turn >= turns) break;
+#pragma unroll
+        for (u32 t = 0; t < 32; t++) keep_register(sum[h][t]);  // they are read below, not above
+        if (EACH > 1 && turn >= INBOXES) end(turn - INBOXES);  // all blocks do, before they wait for room
+        if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
+#pragma unroll
+        for (u32 t = 0; t < CLUSTER; t++) send(in_block(to, t), in_block(full + 8 * box, t), sum[h] + 4 * t);
+      }
+      if (EACH == 1 && round) end(round - 1);  // most likely all have sent theirs
+    }
+    for (u32 turn = turns < LAG ? 0 : turns - LAG; turn < turns; turn++) end(turn);
+  }
+  __syncwarp();
+  if (warp >= MULTIPLIERS) wait_for_cluster();
+  arrive();  // no block ends while another one sends to it
+  wait_for_cluster();
+}
