@@ -8,15 +8,16 @@ from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.tuning import TunedKernels
 
-SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
+SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
 # Rows of x in one call: with more, decoding and the matrix library's product are faster. Where groups
 # multiply, 64 rows take all layers of the 8 B shape 5.2 ms on an H100; 128 that are decoded for, 15.6.
 MOST_ROWS, _WITHOUT_GROUPS = 128, 64
-KERNELS = TunedKernels((SOURCE, GROUP_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
+KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
 _FEW_ROWS = 16  # of x in one launch of `product`
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2
-WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
+CHUNK_BYTES = 5632
+WARP_BYTES = 4096 + CHUNK_BYTES  # of shared memory: a plane of escapes, and a chunk
 _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are first not copied to shared memory, but read from the cache: measured on an H200,
 # where one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
@@ -27,6 +28,9 @@ _SHARED_X = 16 << 10
 _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
+_OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
+# Of `wide_product`: the bytes of a tile that is decoded, and how many chunks of x registers have room for.
+_TILE, _KEPT = 64 * 256 * 2, 2
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -44,7 +48,9 @@ class Product(NamedTuple):
     shared : int
         Bytes of shared memory.
     warps : int
-        Of a block, that multiply.
+        Of a block.
+    stripes : int
+        That a cluster takes at a time; 0 where there is none.
     blocks : int
         Of a multiprocessor.
     """
@@ -55,12 +61,13 @@ class Product(NamedTuple):
     defines: dict[str, int]
     shared: int
     warps: int = WARPS
+    stripes: int = 0
     blocks: int = 1
 
     @property
     def grouped(self) -> bool:
-        """Whether it is one of `group_product`."""
-        return self.source == GROUP_SOURCE
+        """Whether clusters of blocks share the columns."""
+        return self.stripes > 0
 
     @property
     def width(self) -> int:
@@ -157,7 +164,41 @@ def _stages(
     shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
     room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
     defines = matrix_defines(window) | {"NB": rows, "WIDE": warps} | room
-    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps)
+
+
+class Wide(NamedTuple):
+    """Of `wide_product`: its macros but those that follow from the matrix."""
+
+    rows: int
+    groups: int
+    decoders: int
+    held: int
+    each: int
+    inboxes: int
+    whole: int
+
+    def product(self, window: Window) -> Product:
+        """Where a part has one or two chunks x stays in registers."""
+        own, sets = -(-window.stripe_chunks // PARTS), self.decoders // 4
+        streams = own > _KEPT
+        senders = self.rows // 16
+        barriers = 8 * (2 * self.inboxes + (1 + self.groups) * 4 * sets + self.held * self.decoders)
+        chunks = self.decoders * (self.held * CHUNK_BYTES + 1024)
+        shared = sets * _TILE + self.inboxes * senders * 4096 + chunks + barriers
+        defines = matrix_defines(window) | {
+            "NB": self.rows,
+            "GROUPS": self.groups,
+            "DECODERS": self.decoders,
+            "HELD": self.held,
+            "WHOLE": self.whole,
+            "OWN": 0 if streams else own,
+            "STREAMS": int(streams),
+            "EACH": self.each,
+            "INBOXES": self.inboxes,
+        }
+        warps = self.groups * senders + self.decoders
+        return Product(self.rows, WIDE_SOURCE, "wide_product", defines, shared, warps, 4)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:

@@ -10,28 +10,30 @@
 // All wait for each other by barriers in shared memory ("mbarrier"). A tile here is a chunk of four stripes, a piece a
 // quarter of it, 64 rows x 64 columns.
 //
-// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; DECODERS, the warps that decode, a multiple of four;
-// HELD, how many chunks one of them has fetched at a time, 1 or 2; OWN, the chunks that a part has at most, 1 or 2, or
-// with STREAMS any number: then x is loaded again for every EACH turns, a round, whose sums a warp keeps beside each
-// other; INBOXES, how many turns' partial sums there is room for, at least 2 and EACH.
+// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; GROUPS, how many groups that multiply all rows of x take
+// turns, 1, or with 64 rows 2; DECODERS, the warps that decode, a multiple of four; HELD, how many chunks one of them has
+// fetched at a time, 1 or 2; WHOLE, whether a tile is multiplied when all of it is decoded, or piece by piece; OWN, the
+// chunks that a part has at most, 1 or 2, or with STREAMS any number: then x is loaded again for every EACH turns, a
+// round, whose sums a warp keeps beside each other; INBOXES, how many turns' partial sums there is room for, at least
+// 2 GROUPS and EACH.
 
 #include "window.cuh"
 #include "hopper.cuh"
 
-#define GROUPS (NB / 64u)
-#define MULTIPLIERS (4 * GROUPS)  // warps
+#define SENDERS (NB / 16u)               // warps that multiply a turn's tiles: each has 16 rows of x
+#define MULTIPLIERS (GROUPS * SENDERS)  // warps
 #define ALL_WARPS (MULTIPLIERS + DECODERS)
 #define SETS (DECODERS / 4u)     // tiles that are decoded at a time, each where no other one goes
 #define PIECE 8192u              // bytes: 64 rows x 64 columns
 #define STEP 2048u               // of them, 16 columns
 #define STEP_HALF 1024u          // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define PAIR_PLANE 1024u         // bytes: the places of a pair of tiles
-#define INBOX (MULTIPLIERS * PARTS * 512u)  // bytes: 16 a lane of each part
-#define LAG (EACH == 1 ? 1u : INBOXES)  // turns after which sums are added up
+#define INBOX (SENDERS * PARTS * 512u)  // bytes: 16 a lane of each part
+#define LAG (EACH == 1 ? GROUPS : INBOXES)  // turns after which sums are added up
 #define KEPT (STREAMS ? 1 : OWN)  // chunks of x in registers
 // Registers of threads that multiply, and of others: 64 Ki are there.
-#define MULTIPLIER_REGISTERS (NB == 128 ? 192 : 240)
-#define DECODER_REGISTERS (NB == 128 ? 64 : DECODERS == 12 ? 88 : 128)
+#define MULTIPLIER_REGISTERS (MULTIPLIERS == 8 ? 192 : 240)
+#define DECODER_REGISTERS (MULTIPLIERS == 8 ? 64 : DECODERS == 12 ? 88 : 128)
 
 // ---- x ----
 
@@ -166,12 +168,13 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
   u8* const inbox = pieces + SETS * 4 * PIECE;        // [INBOXES][PARTS] partial sums that this block adds up
   u8* const chunks = inbox + INBOXES * INBOX;         // [DECODERS][HELD]
   u8* const planes = chunks + DECODERS * HELD * CHUNK_BYTES;  // [DECODERS]
-  // Barriers: an inbox is full, all have read theirs, a piece is decoded, nobody reads it, a chunk has come.
+  // Barriers: an inbox is full, all have read theirs, a piece is decoded, for each group, nobody reads it, a chunk has come.
   const u32 full = shared_address(planes + DECODERS * PAIR_PLANE), read = full + 8 * INBOXES, decoded = read + 8 * INBOXES;
-  const u32 emptied = decoded + 8 * 4 * SETS, come = emptied + 8 * 4 * SETS;
+  const u32 emptied = decoded + 8 * 4 * SETS * GROUPS, come = emptied + 8 * 4 * SETS;
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * MULTIPLIERS);
-    for (u32 i = 0; i < 4 * SETS; i++) make_barrier(decoded + 8 * i, 4), make_barrier(emptied + 8 * i, MULTIPLIERS);
+    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * SENDERS);
+    for (u32 i = 0; i < 4 * SETS * GROUPS; i++) make_barrier(decoded + 8 * i, 4);
+    for (u32 i = 0; i < 4 * SETS; i++) make_barrier(emptied + 8 * i, SENDERS);
     for (u32 i = 0; i < HELD * DECODERS; i++) make_barrier(come + 8 * i, 1);
     fence_barriers();
     for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
@@ -191,7 +194,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     };
     const u32 number = warp - MULTIPLIERS, set = number / 4, beside = number % 4;
     u8 *const held = chunks + number * HELD * CHUNK_BYTES, *const plane = planes + number * PAIR_PLANE;
-    const u32 came = come + 8 * HELD * number, mine = decoded + 8 * 4 * set, room = emptied + 8 * 4 * set;
+    const u32 came = come + 8 * HELD * number, theirs = decoded + 8 * 4 * set, room = emptied + 8 * 4 * set;
     const auto stripe_of = [&](const Place& p) { return min(start + p.turn * step + beside, last); };  // or the last again
     // To this warp's next tile.
     const auto skip = [&](Place& p) {
@@ -237,7 +240,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         if (far.turn < turns) after = range_of(m, stripe_of(far), chunk_of(far.own));
       }
       const Put a = put_of(m, e.first, lane < e.count), b = put_of(m, e.second, lane + 32 < e.count);
-      const u32 which = count % HELD;
+      const u32 which = count % HELD, mine = theirs + here.turn % GROUPS * 8 * 4 * SETS;
       const u8* const from = held + which * CHUNK_BYTES;
       wait_on(came + 8 * which, count / HELD % 2);
       uint4 codes[3];
@@ -255,9 +258,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
           for (u32 f = 0; f < 2; f++)
             store_blocks(to + p * PIECE + (2 * t + f) * STEP, w[2 * f], w[4 + 2 * f], w[2 * f + 1], w[5 + 2 * f]);
         }
-        fence_shared();  // wgmma reads them; the next chunk comes where this one was read
+        if (!WHOLE || p == 3) fence_shared();  // wgmma reads them; the next chunk comes where this one was read
         __syncwarp();
-        if (lane == 0) arrive_at(mine + 8 * p);
+        if ((!WHOLE || p == 3) && lane == 0) arrive_at(mine + 8 * p);
         wipe_pair(e, a, b, plane, m, p, lane);
       }
       here = next;
@@ -271,6 +274,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_;
     const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
     const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
+    const u32 member = warp % SENDERS, group = warp / SENDERS;
     follow_early();
     wait_for_last();  // x is the last kernel's; the weights are not
     u32 f[KEPT][16][4];
@@ -281,14 +285,14 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     for (u32 i = 0; i < KEPT; i++)
 #pragma unroll
       for (u32 p = 0; p < 4; p++) {
-        const Columns c = load_x(x, chunk_of(min(i, own - 1)), p, warp, lane);
+        const Columns c = load_x(x, chunk_of(min(i, own - 1)), p, member, lane);
         set_x(&f[i][4 * p], c);
 #if STREAMS
         soon[p % 2] = c;
 #endif
       }
     wait_for_cluster();  // all have their barriers
-    const u32 slot = 16 * threadIdx.x;  // of an inbox, of each part
+    const u32 slot = 512 * member + 16 * lane;  // of an inbox, of each part
     // Add up a turn's partial sums, and store y.
     const auto end = [&](u32 turn) {
       const u32 box = turn % INBOXES;
@@ -296,10 +300,10 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       const float4* const p = (const float4*)(inbox + box * INBOX + slot);
       float4 v[PARTS];
 #pragma unroll
-      for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * MULTIPLIERS * j];
+      for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * SENDERS * j];
       float4 s = pairwise(v);
       if (turn + INBOXES < turns) {
-        if (threadIdx.x == 0) expect(full + 8 * box, INBOX);
+        if (member + lane == 0) expect(full + 8 * box, INBOX);
         keep_register(s.x), keep_register(s.y), keep_register(s.z), keep_register(s.w);  // all have been read
         __syncwarp();
         if (lane < CLUSTER) arrive_in(read + 8 * box, lane);
@@ -307,7 +311,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       const u32 row = 16 * (start + turn * step) + 8 * part + lane % 4 * 2;
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const u32 k = 16 * warp + 8 * half + lane / 4;
+        const u32 k = 16 * member + 8 * half + lane / 4;
         if (k >= n || row >= m.rows) continue;
         u16* const to = y + k * y_stride + row;
         const u16 one = ended(half ? s.z : s.x, bias, row);
@@ -320,9 +324,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         else to[0] = one, to[1] = two;
       }
     };
-    u32 tiles = 0;
+    u32 tiles = group * own;
 #pragma unroll 1
-    for (u32 round = 0; round < turns; round += EACH) {
+    for (u32 round = group; round < turns; round += GROUPS * EACH) {
       float sum[EACH][32];
 #pragma unroll
       for (u32 h = 0; h < EACH; h++)
@@ -330,10 +334,11 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         for (u32 t = 0; t < 32; t++) sum[h][t] = 0;
       // A tile: `f` are its columns of x, `next` the chunk after it.
       const auto multiply = [&](float* d, u32 (*f)[4], bool starts, bool first, bool last, u32 next) {
-        const u32 place = tiles % SETS * 4, parity = tiles / SETS % 2;
+        // Each group has barriers of its own, and uses each of them once in a turn, or never.
+        const u32 place = tiles % SETS * 4, parity = (GROUPS == 2 ? round / 2 : tiles / SETS) % 2;
 #pragma unroll
         for (u32 p = 0; p < 4; p++) {
-          wait_on(decoded + 8 * (place + p), parity);
+          if (!WHOLE || p == 0) wait_on(decoded + 8 * (group * 4 * SETS + place + (WHOLE ? 3 : p)), parity);
           const u32 at = shared_address(pieces) + (place + p) * PIECE;
           registers_are_set();
 #pragma unroll
@@ -347,11 +352,11 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
 #if STREAMS
           if (p == 0 && first) {
             set_x(f + 12, soon[1]);
-            soon[0] = load_x(x, next, 0, warp, lane), soon[1] = load_x(x, next, 1, warp, lane);
+            soon[0] = load_x(x, next, 0, member, lane), soon[1] = load_x(x, next, 1, member, lane);
           }
           if (p && last) {
             set_x(f + 4 * (p - 1), soon[(p - 1) % 2]);
-            if (p < 3) soon[(p - 1) % 2] = load_x(x, next, p + 1, warp, lane);
+            if (p < 3) soon[(p - 1) % 2] = load_x(x, next, p + 1, member, lane);
           }
 #endif
         }
@@ -376,7 +381,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       if (lane == 0) arrive_at(emptied + 8 * ((tiles + SETS - 1) % SETS * 4 + 3));
 #pragma unroll
       for (u32 h = 0; h < EACH; h++) {
-        const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + 512 * MULTIPLIERS * part + slot;
+        const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + 512 * SENDERS * part + slot;
         if (turn >= turns) break;
 #pragma unroll
         for (u32 t = 0; t < 32; t++) keep_register(sum[h][t]);  // they are read below, not above
@@ -385,9 +390,11 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
 #pragma unroll
         for (u32 t = 0; t < CLUSTER; t++) send(in_block(to, t), in_block(full + 8 * box, t), sum[h] + 4 * t);
       }
-      if (EACH == 1 && round) end(round - 1);  // most likely all have sent theirs
+      if (EACH == 1 && round >= LAG) end(round - LAG);  // most likely all have sent theirs
+      if (GROUPS == 2) tiles += own;
     }
-    for (u32 turn = turns < LAG ? 0 : turns - LAG; turn < turns; turn++) end(turn);
+    for (u32 turn = turns < LAG ? 0 : turns - LAG; turn < turns; turn++)
+      if (GROUPS == 1 || turn % GROUPS == group) end(turn);
   }
   __syncwarp();
   if (warp >= MULTIPLIERS) wait_for_cluster();
