@@ -127,6 +127,7 @@ static void wait_for_cluster() {
 static void fence_shared() {}
 static void follow_early() {}
 static void wait_for_last() {}
+static uint4 load_16(const unsigned short *p) { return __ldg((const uint4 *)p); }
 template <int COUNT, bool MORE> void take_registers() {}
 static void copy_bulk(unsigned to, const unsigned char *from, unsigned bytes, unsigned barrier) {
   fibers::under_way({fibers::rank(), to, barrier, bytes, from, {}});
@@ -173,6 +174,6 @@ template <int LEFT> void wait_for_products() {
   mine.count -= done;
   meet(0xFFFFFFFFu, 0);
 }
-static void set_register(unsigned &to, unsigned from) { to = from; }
+static unsigned zero_later() { return 0; }
 static void forget(unsigned &) {}
 static void keep_register(float &) {}

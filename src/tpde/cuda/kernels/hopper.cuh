@@ -51,9 +51,17 @@ __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.clust
 // What this thread did in shared memory comes before what copies and wgmma do there.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The kernel after this one may start; and wait for the one before.
+// The kernel after this one may start.
 __device__ __forceinline__ void follow_early() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Wait for the kernel before this one, and load what it has written. Loads of what is constant in this kernel would not
+// wait: the assembler has them come first.
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ uint4 load_16(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
 
 // Have so many registers from now on, more or less of them: all four warps of a group do.
 template <int COUNT, bool MORE>
@@ -105,8 +113,13 @@ __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync
 template <int LEFT>
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
-// These happen where they are written: after products that read what was there, and before what follows.
-__device__ __forceinline__ void set_register(u32& to, u32 from) { asm volatile("mov.b32 %0, %1;" : "=r"(to) : "r"(from) : "memory"); }
+// What the compiler does not know: a zero, which is there after what is written before this; any number; a number that was
+// made before what follows.
+__device__ __forceinline__ u32 zero_later() {
+  u32 zero;
+  asm volatile("{ .reg .u32 lanes; activemask.b32 lanes; shr.u32 lanes, lanes, 31; xor.b32 %0, lanes, 1; }" : "=r"(zero) :: "memory");
+  return zero;
+}
 __device__ __forceinline__ void forget(u32& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void keep_register(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
 #endif

@@ -14,7 +14,7 @@
 // turns, 1, or with 64 rows 2; DECODERS, the warps that decode, a multiple of four; HELD, how many chunks one of them has
 // fetched at a time, 1 or 2; WHOLE, whether a tile is multiplied when all of it is decoded, or piece by piece; OWN, the
 // chunks that a part has at most, 1 or 2, or with STREAMS any number: then x is loaded again for every EACH turns, a
-// round, whose sums a warp keeps beside each other; INBOXES, how many turns' partial sums there is room for, at least
+// round, 1 or 2, whose sums a warp keeps beside each other; INBOXES, how many turns' partial sums there is room for, at least
 // 2 GROUPS and EACH.
 
 #include "window.cuh"
@@ -37,39 +37,41 @@
 
 // ---- x ----
 
-// Rows of x, where they lie, and how many columns can be read.
-struct X {
-  const u16* at;
-  u64 stride;
-  u32 rows, columns;
-};
-
 // What a lane has of 64 columns of x: of rows g and g + 8 of its warp's 16, an octet of each of two tiles.
 struct Columns {
   uint4 v[2][2];
 };
 
-__device__ __forceinline__ Columns load_x(const X& x, u32 chunk, u32 piece, u32 warp, u32 lane) {
+// Where a lane's octets of x begin, and how many columns there are from there on. Instead of rows that x does not have, it
+// takes the last one: those sums go nowhere.
+struct X {
+  const u16* rows[2];
+  u32 columns;
+};
+
+__device__ __forceinline__ Columns load_x(const X& x, u32 chunk, u32 piece) {
   Columns c;
 #pragma unroll
   for (u32 t = 0; t < 2; t++)
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-      const u32 row = 16 * warp + 8 * half + lane / 4, column = 256 * chunk + 64 * piece + 32 * t + lane % 4 * 8;
-      c.v[t][half] = make_uint4(0, 0, 0, 0);
-      if (row < x.rows && column < x.columns) c.v[t][half] = *(const uint4*)(x.at + row * x.stride + column);
+      const u16* const from = x.rows[half] + 256 * chunk;
+      const u32 column = 64 * piece + 32 * t;
+      if (!TAIL || 256 * chunk + column < x.columns) c.v[t][half] = load_16(from + column);
+      else c.v[t][half] = make_uint4(0, 0, 0, 0);
     }
   return c;
 }
 
-// As wgmma takes them: four words for each of four products of 16 columns.
-__device__ __forceinline__ void set_x(u32 (*f)[4], const Columns& c) {
+// As wgmma takes them: four words for each of four products of 16 columns. With `zero`, which the assembler does not know,
+// they are not moved before that is there: it would have them wait for their load.
+__device__ __forceinline__ void set_x(u32 (*f)[4], const Columns& c, u32 zero) {
 #pragma unroll
   for (u32 t = 0; t < 2; t++) {
     const uint4 &a = c.v[t][0], &b = c.v[t][1];
-    set_register(f[2 * t][0], a.x), set_register(f[2 * t][1], b.x), set_register(f[2 * t][2], a.y), set_register(f[2 * t][3], b.y);
-    set_register(f[2 * t + 1][0], a.z), set_register(f[2 * t + 1][1], b.z);
-    set_register(f[2 * t + 1][2], a.w), set_register(f[2 * t + 1][3], b.w);
+    const u32 words[8] = {a.x, b.x, a.y, b.y, a.z, b.z, a.w, b.w};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) f[2 * t + i / 4][i % 4] = words[i] ^ zero;
   }
 }
 
@@ -243,7 +245,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       const u32 which = count % HELD, mine = theirs + here.turn % GROUPS * 8 * 4 * SETS;
       const u8* const from = held + which * CHUNK_BYTES;
       wait_on(came + 8 * which, count / HELD % 2);
-      uint4 codes[3];
+      uint4 codes[3] = {};
       const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
       for (u32 p = 0; p < 4; p++) {
@@ -273,24 +275,22 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     const auto [part_, own_, start_, step_, turns_] = share_of(m);
     const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_;
     const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
-    const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
-    const u32 member = warp % SENDERS, group = warp / SENDERS;
+    const u32 member = warp % SENDERS, group = GROUPS == 1 ? 0 : warp / SENDERS;
     follow_early();
     wait_for_last();  // x is the last kernel's; the weights are not
-    u32 f[KEPT][16][4];
-#if STREAMS
-    Columns soon[2];
-#endif
+    X x;
 #pragma unroll
-    for (u32 i = 0; i < KEPT; i++)
+    for (u32 half = 0; half < 2; half++)
+      x.rows[half] = x_at + min(16 * member + 8 * half + lane / 4, n - 1) * x_stride + lane % 4 * 8;
+    x.columns = (m.columns + 7) / 8 * 8 - lane % 4 * 8;
+    Columns c[KEPT][4];  // as they lie in x; all loads are under way at a time
 #pragma unroll
-      for (u32 p = 0; p < 4; p++) {
-        const Columns c = load_x(x, chunk_of(min(i, own - 1)), p, member, lane);
-        set_x(&f[i][4 * p], c);
-#if STREAMS
-        soon[p % 2] = c;
+    for (u32 i = 0; i < 4 * KEPT; i++) c[i / 4][i % 4] = load_x(x, chunk_of(min(i / 4, own - 1)), i % 4);
+#if !STREAMS
+    u32 f[KEPT][4][4][4];
+#pragma unroll
+    for (u32 i = 0; i < 4 * KEPT; i++) set_x(f[i / 4][i % 4], c[i / 4][i % 4], 0);
 #endif
-      }
     wait_for_cluster();  // all have their barriers
     const u32 slot = 512 * member + 16 * lane;  // of an inbox, of each part
     // Add up a turn's partial sums, and store y.
@@ -332,53 +332,56 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       for (u32 h = 0; h < EACH; h++)
 #pragma unroll
         for (u32 t = 0; t < 32; t++) sum[h][t] = 0;
-      // A tile: `f` are its columns of x, `next` the chunk after it.
-      const auto multiply = [&](float* d, u32 (*f)[4], bool starts, bool first, bool last, u32 next) {
-        // Each group has barriers of its own, and uses each of them once in a turn, or never.
-        const u32 place = tiles % SETS * 4, parity = (GROUPS == 2 ? round / 2 : tiles / SETS) % 2;
+      // Wait for piece p of a tile. Each group has barriers of its own, and uses each of them once in a turn, or never.
+      const auto wait_for = [&](u32 tile, u32 p) {
+        const u32 parity = (GROUPS == 2 ? round / 2 : tile / SETS) % 2;
+        if (!WHOLE || p == 0) wait_on(decoded + 8 * (group * 4 * SETS + tile % SETS * 4 + (WHOLE ? 3 : p)), parity);
+      };
+      const auto multiply = [&](float* d, const u32 (*f)[4], u32 tile, u32 p) {
+        const u32 at = shared_address(pieces) + (tile % SETS * 4 + p) * PIECE;
+        registers_are_set();
 #pragma unroll
-        for (u32 p = 0; p < 4; p++) {
-          if (!WHOLE || p == 0) wait_on(decoded + 8 * (group * 4 * SETS + place + (WHOLE ? 3 : p)), parity);
-          const u32 at = shared_address(pieces) + (place + p) * PIECE;
-          registers_are_set();
-#pragma unroll
-          for (u32 k = 0; k < 4; k++) {
-            const u32* const a = f[4 * p + k];
-            wgmma_64(d, a[0], a[1], a[2], a[3], descriptor(at + k * STEP, STEP_HALF));
-          }
-          commit();
-          wait_for_products<1>();  // those of the piece before have ended
-          if ((p || !starts) && lane == 0) arrive_at(emptied + 8 * (p ? place + p - 1 : (tiles + SETS - 1) % SETS * 4 + 3));
-#if STREAMS
-          if (p == 0 && first) {
-            set_x(f + 12, soon[1]);
-            soon[0] = load_x(x, next, 0, member, lane), soon[1] = load_x(x, next, 1, member, lane);
-          }
-          if (p && last) {
-            set_x(f + 4 * (p - 1), soon[(p - 1) % 2]);
-            if (p < 3) soon[(p - 1) % 2] = load_x(x, next, p + 1, member, lane);
-          }
-#endif
-        }
-        tiles++;
+        for (u32 k = 0; k < 4; k++) wgmma_64(d, f[k][0], f[k][1], f[k][2], f[k][3], descriptor(at + k * STEP, STEP_HALF));
+        commit();
+      };
+      const auto leave = [&](u32 tile, u32 p) {
+        if (lane == 0) arrive_at(emptied + 8 * (tile % SETS * 4 + p));
       };
 #if STREAMS
 #pragma unroll 1
       for (u32 i = 0; i < own; i++) {
         const u32 next = chunk_of(i + 1 < own ? i + 1 : 0);
+        const bool two = EACH == 2 && round + 1 < turns;  // tiles, for which x is loaded once
 #pragma unroll
-        for (u32 h = 0; h < EACH; h++) {
-          if (h && round + h >= turns) break;
-          multiply(sum[h], f[0], i + h == 0, h == 0, h + 1 == EACH || round + h + 1 >= turns, next);
+        for (u32 p = 0; p < 4; p++) {
+          u32 f[4][4];
+          wait_for(tiles, p);
+          set_x(f, c[0][p], zero_later());
+          multiply(sum[0], f, tiles, p);
+          if (two) wait_for(tiles + 1, p), multiply(sum[EACH - 1], f, tiles + 1, p);
+          wait_for_products<0>();  // with fewer registers than two pieces' x would take
+          leave(tiles, p);
+          if (two) leave(tiles + 1, p);
+          c[0][p] = load_x(x, next, p);
         }
+        tiles += 1 + two;
       }
 #else
 #pragma unroll
-      for (u32 i = 0; i < OWN; i++)
-        if (i < own) multiply(sum[0], f[i], i == 0, false, false, 0);
-#endif
+      for (u32 i = 0; i < OWN; i++) {
+        if (i == own) break;
+#pragma unroll
+        for (u32 p = 0; p < 4; p++) {
+          wait_for(tiles, p);
+          multiply(sum[0], f[i][p], tiles, p);
+          wait_for_products<1>();  // those of the piece before have ended
+          if (i + p) leave(p ? tiles : tiles - 1, (p + 3) % 4);
+        }
+        tiles++;
+      }
       wait_for_products<0>();
-      if (lane == 0) arrive_at(emptied + 8 * ((tiles + SETS - 1) % SETS * 4 + 3));
+      leave(tiles - 1, 3);
+#endif
 #pragma unroll
       for (u32 h = 0; h < EACH; h++) {
         const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + 512 * SENDERS * part + slot;
