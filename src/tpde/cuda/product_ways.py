@@ -12,7 +12,8 @@ SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide
 # Rows of x in one call: with more, decoding and the matrix library's product are faster. Where groups
 # multiply, 64 rows take all layers of the 8 B shape 5.2 ms on an H100; 128 that are decoded for, 15.6.
 MOST_ROWS, _WITHOUT_GROUPS = 128, 64
-KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
+# What tables of the fastest ways are of.
+KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
 _FEW_ROWS = 16  # of x in one launch of `product`
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2

@@ -92,23 +92,16 @@ __device__ __forceinline__ void put_pair(u8* plane, const Put& a, u32 pair) {
   if (a.place >> 10 == pair) atomicXor((u32*)plane + (a.place & 1023) / 4, a.value);
 }
 
-// XOR those entries of a chunk to the plane that are a pair of tiles'.
-__device__ __forceinline__ void scatter_pair(const Entries& e, const Put& a, const Put& b, u8* plane, const Matrix& m, u32 pair, u32 lane) {
-  put_pair(plane, a, pair), put_pair(plane, b, pair);
-  for (u32 i = lane + 64; i < e.count; i += 32)
-    put_pair(plane, put_of(m, __ldg((const u16*)m.entries + e.at + i), true), pair);
-  __syncwarp();
+__device__ __forceinline__ void wipe_pair(u8* plane, const Put& a, u32 pair) {
+  if (a.place >> 10 == pair) plane[a.place & 1023] = 0;
 }
 
-// All lanes have met since they read the plane.
-__device__ __forceinline__ void wipe_pair(const Entries& e, const Put& a, const Put& b, u8* plane, const Matrix& m, u32 pair, u32 lane) {
-  if (a.place >> 10 == pair) plane[a.place & 1023] = 0;
-  if (b.place >> 10 == pair) plane[b.place & 1023] = 0;
-  for (u32 i = lane + 64; i < e.count; i += 32) {
-    const u32 entry = __ldg((const u16*)m.entries + e.at + i);
-    if ((entry >> 10 & 3) == pair) plane[entry & 1023] = 0;
-  }
-  __syncwarp();
+// Have a function take the entries after a chunk's first 64.
+template <typename F>
+__device__ __forceinline__ void for_more(const Matrix& m, u32 stripe, u32 chunk, u32 lane, const F& take) {
+  const Range r = range_of(m, stripe, chunk);
+#pragma unroll 1
+  for (u32 i = r.at + lane + 64; i < r.end; i += 32) take(__ldg((const u16*)m.entries + i));
 }
 
 // Four code words of a lane, from the one numbered k on. Words of columns beyond a chunk's pairs are as padding is, finite
@@ -168,10 +161,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u8* const pieces = shared;                          // [SETS][4] pieces that are decoded
   u8* const inbox = pieces + SETS * 4 * PIECE;        // [INBOXES][PARTS] partial sums that this block adds up
-  u8* const chunks = inbox + INBOXES * INBOX;         // [DECODERS][HELD]
-  u8* const planes = chunks + DECODERS * HELD * CHUNK_BYTES;  // [DECODERS]
+  u8* const planes = inbox + INBOXES * INBOX;         // [DECODERS] planes of a pair of tiles, each before HELD chunks
   // Barriers: an inbox is full, all have read theirs, a piece is decoded, for each group, nobody reads it, a chunk has come.
-  const u32 full = shared_address(planes + DECODERS * PAIR_PLANE), read = full + 8 * INBOXES, decoded = read + 8 * INBOXES;
+  const u32 full = shared_address(planes + DECODERS * (PAIR_PLANE + HELD * CHUNK_BYTES)), read = full + 8 * INBOXES, decoded = read + 8 * INBOXES;
   const u32 emptied = decoded + 8 * 4 * SETS * GROUPS, come = emptied + 8 * 4 * SETS;
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * SENDERS);
@@ -195,7 +187,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       else p.turn = (p.turn - 1) / EACH * EACH;
     };
     const u32 number = warp - MULTIPLIERS, set = number / 4, beside = number % 4;
-    u8 *const held = chunks + number * HELD * CHUNK_BYTES, *const plane = planes + number * PAIR_PLANE;
+    u8 *const plane = planes + number * (PAIR_PLANE + HELD * CHUNK_BYTES), *const held = plane + PAIR_PLANE;
     const u32 came = come + 8 * HELD * number, theirs = decoded + 8 * 4 * set, room = emptied + 8 * 4 * set;
     const auto stripe_of = [&](const Place& p) { return min(start + p.turn * step + beside, last); };  // or the last again
     // To this warp's next tile.
@@ -231,8 +223,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     const uint2* const escapes = (const uint2*)plane + lane;
 #pragma unroll 1
     for (u32 count = 0; here.turn < turns; count++) {
-      const Entries e = coming;
-      const Rows r = rows_of(ahead, m.zero);
+      const Put a = put_of(m, coming.first, lane < coming.count), b = put_of(m, coming.second, lane + 32 < coming.count);
+      const bool more = coming.count > 64;
+      const Records records = ahead;
       const u32 pairs = pairs_of(m, chunk_of(here.own));
       if (next.turn < turns) {
         Place far = next;
@@ -241,16 +234,19 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         ahead = records_of(m, stripe_of(next), lane);
         if (far.turn < turns) after = range_of(m, stripe_of(far), chunk_of(far.own));
       }
-      const Put a = put_of(m, e.first, lane < e.count), b = put_of(m, e.second, lane + 32 < e.count);
       const u32 which = count % HELD, mine = theirs + here.turn % GROUPS * 8 * 4 * SETS;
       const u8* const from = held + which * CHUNK_BYTES;
       wait_on(came + 8 * which, count / HELD % 2);
+      const Rows r = rows_of(records, m.zero);
       uint4 codes[3] = {};
       const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
       for (u32 p = 0; p < 4; p++) {
         if (p < 3) codes[p] = take_codes(from, pairs, 4 * p, lane);
-        scatter_pair(e, a, b, plane, m, p, lane);
+        // The plane is XORed with the entries of a pair of tiles.
+        put_pair(plane, a, p), put_pair(plane, b, p);
+        if (more) for_more(m, stripe_of(here), chunk_of(here.own), lane, [&](u32 entry) { put_pair(plane, put_of(m, entry, true), p); });
+        __syncwarp();
 #pragma unroll
         for (u32 t = 0; t < 2; t++) {
           u32 w[8];
@@ -263,7 +259,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         if (!WHOLE || p == 3) fence_shared();  // wgmma reads them; the next chunk comes where this one was read
         __syncwarp();
         if ((!WHOLE || p == 3) && lane == 0) arrive_at(mine + 8 * p);
-        wipe_pair(e, a, b, plane, m, p, lane);
+        wipe_pair(plane, a, p), wipe_pair(plane, b, p);
+        if (more) for_more(m, stripe_of(here), chunk_of(here.own), lane, [&](u32 entry) { wipe_pair(plane, {entry & 4095, 0}, p); });
+        __syncwarp();
       }
       here = next;
       forget(next.turn);  // what was found from it above takes registers
