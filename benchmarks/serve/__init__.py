@@ -3,7 +3,8 @@
 A model of random bf16 weights with a trained one's statistics is written to a folder; nothing is downloaded.
 Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.32 is
 tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed files.
-A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. With `--offline` there is no
+A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. `--beside 2` runs two ways at
+a time on two GPUs of one kind. With `--offline` there is no
 server: requests of random tokens go to vLLM's engine in a process, in batches, and `--compare 200` says of
 how many prompts the tokens are the same in other batches, and with plain weights.
 """
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import queue
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, processes
 from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.models import SHAPES, make
@@ -46,25 +49,33 @@ Row = dict[str, Any]
 AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
 # Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
+LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
 
 
 def measure(
-    server: Server | Engine, model: Path, concurrent: list[int], lengths: tuple[int, int], rounds: int
+    way: str,
+    server: Server | Engine,
+    model: Path,
+    concurrent: list[int],
+    lengths: tuple[int, int],
+    rounds: int,
 ) -> Row:
     """What a way does with each number of requests at a time."""
     found: Row = {
         "load_s": server.load_s,
         "kv": server.log.figure(r"KV cache size: ([\d,]+) tokens"),
+        "read": server.log.figure(r"Model loading took .* and ([\d.]+) seconds"),
         "weights": server.log.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
     }
     if found["weights"] == "-":
         found["weights"] = server.log.figure(r"weights take ([\d.]+ MiB)")
+    note(f"{way}: {found}")
     for count in concurrent:
-        note(f"  {count} at a time")
         asked = server.bench(model, count, lengths, max(rounds * count, 4))
         if asked["completed"] < max(rounds * count, 4):
             raise RuntimeError(f"{asked['failed']} of the requests failed")
         found[f"{count}"] = {key: asked[key] for key, *_ in FIGURES}
+        note(f"{way}, {count} at a time: {found[f'{count}']}")
     return found
 
 
@@ -74,12 +85,13 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
         [
             WAYS[way][0],
             row.get("problem") or f"{row['load_s']:.1f}",
+            row.get("read", ""),
             row.get("weights", ""),
             row.get("kv", ""),
         ]
         for way, row in rows.items()
     ]
-    page.table(["way", "start, s", "weights", "KV cache, tokens"], first)
+    page.table(["way", "start, s", "of which loading, s", "weights", "KV cache, tokens"], first)
     page.say(f"Prompts of {lengths[0]} tokens, {lengths[1]} are generated.")
     plain = rows.get("bf16", {})
     for key, title, digits in FIGURES:
@@ -118,8 +130,9 @@ def _alike(one: list[list[int]], other: list[list[int]]) -> str:
     return str(sum(a == b for a, b in zip(one, other, strict=True)))
 
 
-def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
-    """Hold against the bars."""
+def judge(page: Page, rows: dict[str, Row], concurrent: list[int]) -> None:
+    """Hold against the bars, which are of bf16."""
+    ours, plain = rows.get("tpde", {}), rows["bf16"]
     speeds = [
         (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
         for count, bar in BARS.items()
@@ -127,12 +140,22 @@ def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
     ]
     page.limits(speeds, least=True)
     first = _of(ours, plain, min(concurrent), "mean_ttft_ms")
-    page.limits([("the first token, of bf16's time", first, FIRST_BAR)], least=False)
+    reading = [
+        (f"loading, {WAYS[way][0]}, of bf16's time", _reading(rows[way], plain), bar)
+        for way, bar in LOAD_BARS.items()
+        if way in rows
+    ]
+    page.limits([("the first token, of bf16's time", first, FIRST_BAR), *reading], least=False)
 
 
 def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
     rows = [it.get(f"{count}") for it in (ours, plain)]
     return None if None in rows else float(rows[0][key] / rows[1][key])
+
+
+def _reading(ours: Row, plain: Row) -> float | None:
+    taken = [it.get("read", "-") for it in (ours, plain)]
+    return None if "-" in taken else float(taken[0]) / float(taken[1])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -146,54 +169,90 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keep the model here, or use the one that is there")
     parser.add_argument("--offline", action="store_true", help="vLLM's engine in a process, no server")
+    parser.add_argument("--beside", type=int, default=1, help="ways at a time, each on a GPU of its own")
     parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
-    parser.add_argument("--serve", default="", help="more options of the server, in one string")
+    parser.add_argument("--serve", default="", help="more options of vLLM: `--serve='--enforce-eager'`")
+
+
+def write(directory: str, shape: str, seed: int) -> int:
+    """Make a model, in a process of its own: gives its bytes."""
+    return make(Path(directory), shape, seed)
+
+
+def pack(plain: Path) -> None:
+    """Pack a model beside it, if that is not there."""
+    if not (_packed(plain) / "config.json").exists():
+        import tpde
+
+        note("packs")
+        tpde.pack(plain, _packed(plain))
+
+
+def _packed(plain: Path) -> Path:
+    return plain.with_name(f"{plain.name}-packed")
+
+
+def served(way: str, plain: Path, log: Path, environment: dict[str, str], options: argparse.Namespace) -> Row:
+    """What one way does, in processes of its own."""
+    _, more, of_packed = WAYS[way]
+    lengths = options.prompt, options.tokens
+    common = ["--max-model-len", str(sum(lengths) + 16), "--no-enable-prefix-caching"]
+    model = _packed(plain) if of_packed else plain
+    note(f"{way}: starts")
+    kind = Engine if options.offline else Server
+    asked = kind(model, [*common, *more, *options.serve.split()], log, environment)
+    with contextlib.closing(asked) as server:
+        found = measure(way, server, model, options.concurrent, lengths, options.rounds)
+        if isinstance(server, Engine) and options.compare:
+            note(f"{way}: tokens of {options.compare} prompts")
+            asks = (lengths[0], COMPARED), options.compare
+            found["tokens"] = [server.tokens(count, *asks) for count in AT_A_TIME]
+    return found
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
-    """One way after the other."""
+    """One way after the other, or some beside each other."""
     if options.compare and not options.offline:
         raise SystemExit("`--compare` needs `--offline`")
     lengths = options.prompt, options.tokens
-    kind = Engine if options.offline else Server
     if device() == "cuda":
         page.facts["GPU"] = machine.gpu()
     page.title = f"{TITLE}: {options.shape}"
-    rows: dict[str, Row] = {}
+    done: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as scratch:
         at = options.dir or Path(scratch)
-        plain, packed = at / options.shape, at / f"{options.shape}-packed"
-        if not (plain / "config.json").exists():
-            make(plain, options.shape, options.seed)
-        for way in options.ways:
-            note(way)
-            _, more, of_packed = WAYS[way]
-            common = ["--max-model-len", str(sum(lengths) + 16), "--no-enable-prefix-caching"]
-            try:
-                if of_packed and not (packed / "config.json").exists():
-                    import tpde
+        plain = at / options.shape
+        if not (plain / "config.json").exists():  # by another process, which then gives its memory back
+            processes.call(write, str(plain), options.shape, options.seed)
+        if any(WAYS[way][2] for way in options.ways):
+            pack(plain)
+        gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(options.beside):
+            gpus.put(number)
 
-                    tpde.pack(plain, packed)
-                model = packed if of_packed else plain
-                log = Path(scratch) / f"{way}.log"
-                asked = kind(model, [*common, *more, *options.serve.split()], log)
-                with contextlib.closing(asked) as server:
-                    rows[way] = measure(server, model, options.concurrent, lengths, options.rounds)
-                    if isinstance(server, Engine) and options.compare:
-                        note(f"  tokens of {options.compare} prompts")
-                        rows[way]["tokens"] = [
-                            server.tokens(count, (lengths[0], COMPARED), options.compare)
-                            for count in AT_A_TIME
-                        ]
+        def serve(way: str) -> Row:
+            gpu = gpus.get()
+            chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if options.beside > 1 else {}
+            try:
+                return served(way, plain, Path(scratch) / f"{way}.log", chosen, options)
             except Exception as error:
                 traceback.print_exc()
-                rows[way] = {"problem": str(error)[:160]}
-            page.clear()
-            report(page, rows, options.concurrent, lengths)
-            compare(page, rows)
-            page.save()
+                return {"problem": str(error)[:160]}
+            finally:
+                gpus.put(gpu)
+
+        with ThreadPoolExecutor(options.beside) as workers:
+            begun = {workers.submit(serve, way): way for way in options.ways}
+            for found in as_completed(begun):
+                done[begun[found]] = found.result()
+                rows = {way: done[way] for way in options.ways if way in done}
+                page.clear()
+                report(page, rows, options.concurrent, lengths)
+                compare(page, rows)
+                page.save()
+    rows = {way: done[way] for way in options.ways}
     for way, row in rows.items():
         if way.startswith("tpde"):
             page.judge("problem" not in row, f"{way} serves")
-    if options.shape == "llama-8b" and {"bf16", "tpde"} <= rows.keys():
-        judge(page, rows["tpde"], rows["bf16"], options.concurrent)
+    if options.shape == "llama-8b" and "bf16" in rows:
+        judge(page, rows, options.concurrent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ class Engine:
         Seconds from the process's start until it answers.
     """
 
-    def __init__(self, model: Path, options: list[str], log: Path) -> None:
+    def __init__(self, model: Path, options: list[str], log: Path, environment: dict[str, str]) -> None:
         self.log = Log(log)
         start = time.perf_counter()
         with log.open("a") as out:  # lines of its output are added between
@@ -42,6 +43,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=out,
                 text=True,
+                env=os.environ | environment,
             )
         try:
             self._answer()

@@ -37,14 +37,18 @@ class Server:
         Seconds from its start until it answers.
     """
 
-    def __init__(self, model: Path, options: list[str], log: Path) -> None:
+    def __init__(self, model: Path, options: list[str], log: Path, environment: dict[str, str]) -> None:
         self.port, self.log = free_port(), Log(log)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port), *options]
         start = time.perf_counter()
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | environment,
             )
         try:
             self._wait(start)

@@ -74,6 +74,24 @@ def test_experts_straight_from_windows(tmp_path: Path) -> None:
     close(llm)
 
 
+def test_rows_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `VLLM_BATCH_INVARIANT`, a row has the same bits in a batch of hundreds."""
+    from tpde.integrations.vllm import internals
+
+    monkeypatch.setattr(internals, "is_batch_invariant", lambda: True)
+    llm = engine(save_llama(tmp_path), quantization="tpde", **MEMORY)
+    held = [it.__dict__["tpde"] for it in layers(llm).values() if "tpde" in it.__dict__]
+    held = [it for it in held if it.packed is not None and it.packed.multiplies]
+    assert held
+    with torch.inference_mode():
+        for weight in held:
+            x = torch.randn((300, weight.packed.shape[1]), device="cuda").bfloat16()
+            many = weight.product(x, None)
+            for some in (slice(0, 1), slice(70, 200), slice(299, 300)):
+                assert_same_bits(weight.product(x[some], None), many[some])
+    close(llm)
+
+
 def test_sleep(tmp_path: Path) -> None:
     """Weights come back from level 1; level 2 is refused, and requests go on."""
     llm = engine(save_experts(tmp_path), quantization="tpde", enable_sleep_mode=True, **MEMORY)
@@ -85,4 +103,23 @@ def test_sleep(tmp_path: Path) -> None:
         llm.sleep(level=2)
     llm.wake_up()
     assert generate(llm) == before
+    close(llm)
+
+
+@pytest.mark.parametrize("how", ["exact", "fused"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_layers_that_vllm_keeps_on_the_host(tmp_path: Path, how: str, eager: bool) -> None:
+    """Each copied to one buffer before it runs: as with all of them on the device."""
+    model = save_llama(tmp_path)
+    wanted = generated(model, enforce_eager=eager, **kernels(how), **MEMORY)
+    moved = {"offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+    llm = engine(model, enforce_eager=eager, **kernels(how), **moved, **MEMORY)
+    found = generate(llm)
+    assert generate(llm) == found
+    if eager:
+        assert found == wanted
+    for mine, theirs in zip(found, wanted, strict=True):  # compiled, what lies between is fused otherwise
+        assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.1)
+    held = [it.__dict__["tpde"] for name, it in layers(llm).items() if name.endswith("down_proj")]
+    assert len({it.packed.sources[0].memory.data_ptr() for it in held}) == 1 < len(held)
     close(llm)

@@ -6,6 +6,7 @@ import hashlib
 import stat
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -257,6 +258,15 @@ def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
     thread.join(20)
     assert found == [made]
     assert len(machine.compiled) == 1
+
+
+def test_different_kernels_are_compiled_at_a_time(machine: Machine) -> None:
+    meet = threading.Barrier(2)
+    machine.during = lambda: meet.wait(20)  # which raises if they came one after the other
+    names = "merge", "other"
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda name: machine.backend.kernel("merge.cu", name, {"N": len(name)}, 0), names))
+    assert len(machine.compiled) == 2
 
 
 def test_launches(machine: Machine) -> None:

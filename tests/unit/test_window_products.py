@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, products_of
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
+LAUNCHES = None
 H200, ADA = 227 << 10, 99 << 10
 
 
@@ -184,6 +186,28 @@ def test_matrices_of_one_shape_share_launches(launch_on: Any) -> None:
     chosen = there(matrix)
     chosen.choose(20, how)
     assert len([it for it in found.made if "product" in it[0]]) == 2 * MOST_ROWS + 1
+
+
+def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
+    """By other threads, each once, before this one asks."""
+    asked: list[tuple[str, str]] = []
+    here, two = threading.current_thread(), threading.Event()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        what = name, repr(sorted(defines.items()))
+        if threading.current_thread() is here:
+            assert what in asked
+        else:
+            assert what not in asked
+            asked.append(what)
+            if len(asked) == 2:
+                two.set()
+            assert two.wait(20)  # one at a time, it would wait in vain
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    there(sections(4096, 4096)).prepare()
+    assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product"}
 
 
 def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:

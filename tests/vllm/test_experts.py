@@ -187,6 +187,17 @@ def test_what_does_not_fit_is_decoded(
     assert len(it.plain.seen) == 1
 
 
+def test_experts_are_decoded_for_results_that_do_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+    experts_on_gpu: Any,  # noqa: F811
+) -> None:
+    from tpde.integrations.vllm.internals import why_decoded
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    it = made()
+    assert "VLLM_BATCH_INVARIANT" in (why_decoded(it.plain, it.layer) or "")
+
+
 def backend(name: str) -> Any:
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.vllm import close, engine, generate, generated, kernels, layers
@@ -48,7 +48,6 @@ def overrides(**said: Any) -> dict[str, Any]:
         (overrides(version=99), UnsupportedVersion, "version 99"),
         (overrides(source={"quant_method": "gptq"}), InvalidInput, "quantized with `gptq`"),
         (TPDE | {"cpu_offload_gb": 1}, InvalidInput, "--cpu-offload-gb"),
-        (TPDE | {"offload_group_size": 2}, InvalidInput, "--offload-group-size"),
         (TPDE | {"load_format": "sharded_state"}, InvalidInput, "sharded_state"),
         (
             kernels("fused") | {"quantization_config": {"linear": "fp8_per_tensor"}},
@@ -129,7 +128,10 @@ def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) 
         uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
     )
     load = SimpleNamespace(load_format="auto")
-    config = SimpleNamespace(model_config=model, offload_config=offload, load_config=load)
+    spread = SimpleNamespace(pipeline_parallel_size=1)
+    config = SimpleNamespace(
+        model_config=model, offload_config=offload, load_config=load, parallel_config=spread
+    )
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     refusals.check()
@@ -178,19 +180,30 @@ def test_what_is_told_of_experts(models: Models, lines: list[str]) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("adapters", "halves", "text"), [(object(), False, "--enable-lora"), (None, True, "--enable-dbo")]
+    ("adapters", "halves", "moved", "text"),
+    [
+        (object(), False, 0, "--enable-lora"),
+        (None, True, 0, "--enable-dbo"),
+        (None, False, 2, "--offload-group-size"),
+    ],
 )
 def test_experts_that_stay_plain(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str], adapters: object, halves: bool, text: str
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], adapters: object, halves: bool, moved: int, text: str
 ) -> None:
-    from tpde.integrations.vllm import refusals
+    from tpde.integrations.vllm import internals, refusals
 
-    config = SimpleNamespace(lora_config=adapters, parallel_config=SimpleNamespace(use_ubatching=halves))
-    monkeypatch.setattr(refusals, "get_current_vllm_config", lambda: config)
+    how = SimpleNamespace(offload_group_size=moved)
+    config = SimpleNamespace(
+        lora_config=adapters,
+        parallel_config=SimpleNamespace(use_ubatching=halves),
+        offload_config=SimpleNamespace(prefetch=how),
+    )
+    for module in (refusals, internals):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     assert not refusals.can_pack_experts()
     assert "experts stay plain" in lines[0]
     assert text in lines[0]
-    config.lora_config, config.parallel_config.use_ubatching = None, False
+    config.lora_config, config.parallel_config.use_ubatching, how.offload_group_size = None, False, 0
     assert refusals.can_pack_experts()
 
 
@@ -213,6 +226,30 @@ def test_what_does_not_shrink_stays_plain() -> None:
         "smaller than 16384 bytes",
         "int8 is no floating point",
     }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rows", [(0,), (4,), (5,), (13,), (3, 3)])
+def test_products_in_parts(rows: tuple[int, ...]) -> None:
+    """Of as many rows at a time as windows are multiplied with, as by one product."""
+    import torch
+
+    from tpde.integrations.vllm.weights import product_in_parts
+
+    class Packed:
+        most_rows = 4
+        counts: ClassVar[list[int]] = []
+
+        def product(self, x: Any, bias: Any, trained: bool) -> Any:
+            self.counts.append(x.numel() // x.shape[-1])
+            return torch.nn.functional.linear(x, weight, bias)
+
+    weight, bias, x = torch.randn(6, 8), torch.randn(6), torch.randn(*rows, 8)
+    found = product_in_parts(Packed(), x, bias)  # type: ignore[arg-type]
+    assert torch.allclose(found, torch.nn.functional.linear(x, weight, bias), atol=1e-5)
+    assert found.shape == (*rows, 6)
+    assert max(Packed.counts) <= 4
+    assert sum(Packed.counts) == x.numel() // 8
 
 
 @pytest.mark.quick

@@ -176,6 +176,7 @@ class CudaBackend:
         self._driver, self._cubins = driver or CudaDriver(), Cubins(compiler or Nvrtc())
         self._lock, self._stream = threading.Lock(), functools.lru_cache(maxsize=64)(_stream)
         self._kernels: dict[Any, Kernel] = {}
+        self._being_made: dict[Any, threading.Lock] = {}  # different kernels are compiled at a time
 
     def driver_version(self) -> tuple[int, int]:
         """What the driver says."""
@@ -191,6 +192,8 @@ class CudaBackend:
         """Compile a kernel, if it is not on the disk, and load it."""
         key = source, name, tuple(sorted(defines.items())), device, own
         with self._lock:
+            making = self._being_made.setdefault(key, threading.Lock())
+        with making:
             found = self._kernels.get(key)
             if found is None:
                 found = self._kernels[key] = self._load(source, name, defines, device, own)

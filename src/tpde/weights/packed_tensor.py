@@ -307,6 +307,11 @@ class PackedTensor:
         """What operators call it by, where `multiplies` says that they can."""
         return cast(Windowed, self.parts[0][0]).key
 
+    @property
+    def most_rows(self) -> int:
+        """How many rows of x `product` takes without decoding the matrix; 0 on the CPU."""
+        return cast(Windowed, self.parts[0][0]).most_rows
+
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x @ W.T + bias`, where `multiplies` says that it can be: see `Windowed.product`."""
         return cast(Windowed, self.parts[0][0]).product(x, bias, trained)

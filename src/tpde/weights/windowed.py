@@ -185,11 +185,24 @@ class Windowed(WindowSource):
         self._decode(out[: self.nbytes], 0, self.window.stripes)
 
     def instead(self) -> Tensor:
-        """The matrix, decoded."""
+        """The matrix, decoded: a tensor that also autograd may keep."""
         with torch.inference_mode(False), torch.no_grad():
-            made = torch.empty((self._rows, self._columns), dtype=self.kind, device=self._device)
+            return self._made()
+
+    def _made(self) -> Tensor:
+        # A step with many rows comes here for each layer, and the host is no faster than the device.
+        made = torch.empty((self._rows, self._columns), dtype=self.kind, device=self._device)
+        if self._there is None:
             self.decode_into(made.view(-1).view(torch.uint8))
-            return made
+        else:
+            with on_device(self._device):
+                self._there.rows(made.data_ptr(), self._columns, stream_handle(self._device))
+        return made
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows of x are multiplied straight from the blob; 0 on the CPU."""
+        return 0 if self._there is None else self._there.most_rows
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.
@@ -220,10 +233,12 @@ class Windowed(WindowSource):
                 return self._product(self._there, x, bias, count)
             if self.nbytes > self.strip_bytes:
                 return self._in_strips(x, bias)
-        weight = self.instead()
         if trained:
-            weight = as_weight(weight.view(-1).view(torch.uint8), self.kind, weight.shape, True)
-        return functional.linear(x, weight, bias)
+            made = self.instead()
+            return functional.linear(
+                x, as_weight(made.view(-1).view(torch.uint8), self.kind, made.shape, True), bias
+            )
+        return functional.linear(x, self._made(), bias)
 
     def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
         # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.

@@ -390,6 +390,14 @@ MUTANTS = (
         "unit/test_window_products.py",
     ),
     mutant(
+        "kernels-one-at-a-time",
+        "cuda/window_products.py",
+        "_COMPILING = 4",
+        "_COMPILING = 1",
+        "a first load compiles a dozen kernels in turn",
+        "unit/test_window_products.py",
+    ),
+    mutant(
         "clusters-on-a-part-of-a-device",
         "cuda/window_products.py",
         "        if not grid:\n            return None\n",

@@ -9,8 +9,11 @@ vLLM 0.25.1 to 0.32 have all of this. Where they differ, a function here says so
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+from torch import Tensor
+from vllm import envs
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
@@ -18,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.offloader.base import get_offloader
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -41,6 +45,7 @@ RELIED_ON = {
     "config.get_current_vllm_config_or_none": "what the KV cache has room for",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
+    "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
     "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
@@ -53,15 +58,43 @@ RELIED_ON = {
     "model_executor.model_loader.DefaultModelLoader.get_all_weights": "`--load-format tpde`",
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
     "model_executor.models.utils.WeightsMapper.apply": "packed files",
+    "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "packed weights in host memory",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }
 
 
-def keeps_weights_on_host() -> bool:
-    """Whether vLLM was asked to keep weights in host memory."""
-    offload: Any = get_current_vllm_config().offload_config
-    return bool(offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
+def reads_weights_on_host() -> bool:
+    """Whether vLLM was asked to leave weights in host memory, and to have kernels read them there."""
+    return bool(get_current_vllm_config().offload_config.uva.cpu_offload_gb > 0)
+
+
+def prefetches_weights() -> bool:
+    """Whether vLLM was asked to keep layers in host memory, and to copy each before it runs."""
+    return bool(get_current_vllm_config().offload_config.prefetch.offload_group_size > 0)
+
+
+def may_be_offloaded(prefix: str) -> bool:
+    """Whether what has this name is in a layer that vLLM keeps in host memory, going by the layer's number.
+
+    Of those that are not, weights may come by the `meta` device; vLLM moves the others before any is read.
+    """
+    if not prefetches_weights():
+        return False
+    how: Any = get_current_vllm_config().offload_config.prefetch
+    numbers = [int(it) for it in prefix.split(".") if it.isdigit()]
+    last = how.offload_group_size - how.offload_num_in_group
+    return bool(numbers) and bool(numbers[0] % how.offload_group_size >= last)
+
+
+def is_offloaded(weight: Tensor) -> bool:
+    """Whether vLLM keeps a parameter in host memory, and copies it to a buffer before its layer runs."""
+    offloaders: Any = getattr(get_offloader(), "module_offloaders", ())
+    for it in (it for one in offloaders for it in one._param_offloaders.values()):
+        with contextlib.suppress(AttributeError):  # scales of KV caches are gone by then
+            if it._param is weight:
+                return True
+    return False
 
 
 def quantizes_again() -> bool:
@@ -70,6 +103,11 @@ def quantizes_again() -> bool:
     With `--quantization tpde`, vLLM below 0.30 refuses that by itself; of packed files it says nothing.
     """
     return get_current_vllm_config().model_config.quantization_config is not None
+
+
+def is_batch_invariant() -> bool:
+    """Whether results are not to depend on the batch, as `VLLM_BATCH_INVARIANT=1` asks for."""
+    return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def unties_heads() -> bool:
@@ -96,6 +134,8 @@ def why_decoded(method: Any, layer: Any) -> str | None:
         Whose they are.
     """
     backend, spread = method.unquantized_backend, method.moe.moe_parallel_config
+    if is_batch_invariant():  # few tokens from windows and many by vLLM's kernels would differ
+        return "`VLLM_BATCH_INVARIANT` is set"
     if backend.name != "TRITON":  # others take rows in an order of their own
         return f"{backend.value} kernels have rows in another order; `--moe-backend triton` has not"
     if spread.use_ep or spread.dp_size > 1 or spread.pcp_size > 1:

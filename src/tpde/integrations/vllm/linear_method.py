@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
-from tpde.integrations.vllm import handle_operators, refusals
-from tpde.integrations.vllm.internals import initialize_online_processing
+from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.report import LoadReport
-from tpde.integrations.vllm.weights import HANDLE, Weight, hold
+from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
 
 
 class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -25,10 +24,9 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         What errors call the layer.
     """
 
-    uses_meta_device = True
-
     def __init__(self, report: LoadReport, name: str) -> None:
         self._report, self._name = report, name
+        self.uses_meta_device = not internals.may_be_offloaded(name)
         self._plain = self._plain_method()
 
     def _plain_method(self) -> Any:
@@ -36,10 +34,17 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return UnquantizedLinearMethod()
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Give the layer the weight that a plain one has, without memory, until all of it was read."""
+        """Give the layer the weight that a plain one has, without memory, until all of it was read.
+
+        With memory where vLLM moves it to the host at once.
+        """
+        if not self.uses_meta_device:
+            self._report.awaited += 1
+            self._plain.create_weights(layer, *args, **kwargs)
+            return
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
-        initialize_online_processing(layer)
+        internals.initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
@@ -53,7 +58,14 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         weight: Tensor = layer.weight
         layer.tpde_width = weight.shape[0]
         packed = hold(self._report, weight.detach().contiguous(), self._name)
-        layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
+        if packed is not None and internals.is_offloaded(weight):
+            self._report.on_host(weight.nbytes, packed.packed_bytes)
+            layer.__dict__["tpde"] = OffloadedWeight(layer, packed, self._plain)
+        else:
+            layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
+        if not self.uses_meta_device:
+            self._report.awaited -= 1
+            self._report.tell()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ W.T + bias`."""

@@ -23,14 +23,19 @@ def check() -> None:
             hint="leave one of the two out",
             where="quantization_config",
         )
-    if internals.keeps_weights_on_host():
+    if internals.reads_weights_on_host():
         raise InvalidInput(
-            "vLLM is to keep weights in host memory, and packed ones stay on the device",
-            hint="leave `--cpu-offload-gb` and `--offload-group-size` out, and spread the model over more "
-            "GPUs with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
+            "`--cpu-offload-gb` lets kernels read weights in host memory, which ours do not",
+            hint="use `--offload-group-size`, which copies layers, packed, before they run",
             where="offload_config",
         )
     config = get_current_vllm_config()
+    if internals.prefetches_weights() and config.parallel_config.pipeline_parallel_size > 1:
+        raise InvalidInput(
+            "`--offload-group-size` with packed weights and `--pipeline-parallel-size` was not tried",
+            hint="use one of the two",
+            where="offload_config",
+        )
     sleep_mode.choose(config.model_config)
     load_format = config.load_config.load_format
     if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
@@ -46,12 +51,14 @@ def check() -> None:
 def can_pack_experts() -> bool:
     """Whether experts may be packed; a warning says why not.
 
-    Adapters on them take plain weights. Where two halves of a batch run at a time, one would decode over what
-    the other multiplies.
+    Adapters on them take plain weights, and offloading moves them. Where two halves of a batch run at a time,
+    one would decode over what the other multiplies.
     """
     config = get_current_vllm_config()
     if config.lora_config is not None:
         log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
+    elif internals.prefetches_weights():
+        log.warning("tpde: experts stay plain, as `--offload-group-size` moves them")
     elif config.parallel_config.use_ubatching:
         log.warning("tpde: experts stay plain, as halves of a batch (`--enable-dbo`) run at a time")
     else:

@@ -24,11 +24,14 @@ class LoadReport:
         Of all weights so far: plain, and as they are held.
     room_bytes : int
         That decoded experts take beside, of one layer at a time.
+    awaited : int
+        Layers that are packed only when all are loaded, and are not yet.
     """
 
     def __init__(self, kernels: str) -> None:
         self.kernels = kernels
-        self.plain_bytes = self.held_bytes = self.room_bytes = self._told = 0
+        self.plain_bytes = self.held_bytes = self.room_bytes = self.awaited = self._told = 0
+        self._on_host = [0, 0]  # bytes of `plain_bytes` and `held_bytes`
         self._kinds: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
         self._decoded: Counter[str] = Counter()
@@ -45,17 +48,23 @@ class LoadReport:
         self.held_bytes += nbytes
         self._plain[why] += 1
 
+    def on_host(self, plain_bytes: int, held_bytes: int) -> None:
+        """Count a weight that is kept in host memory, beside `packed`."""
+        self._on_host[0] += plain_bytes
+        self._on_host[1] += held_bytes
+
     def decoded(self, why: str) -> None:
         """Count a layer whose experts are decoded for every batch, and why."""
         self._decoded[why] += 1
 
     def tell(self) -> None:
         """Say what was gained, once for all that was counted: when all layers are loaded."""
-        if self._told == self.plain_bytes:
+        if self.awaited or self._told == self.plain_bytes:
             return
         self._told = self.plain_bytes
         saved = self.plain_bytes - self.held_bytes
-        room, gained = self.room_bytes / 2**20, saved - self.room_bytes
+        there, packed_there = self._on_host
+        room, gained = self.room_bytes / 2**20, saved - (there - packed_there) - self.room_bytes
         log.info(
             "tpde: weights take %.1f MiB instead of %.1f (%.1f %% less), every bit kept; kernels=%s: %s",
             self.held_bytes / 2**20,
@@ -66,6 +75,12 @@ class LoadReport:
         )
         for why, count in self._plain.items():
             log.info("tpde: %d stay plain: %s", count, why)
+        if there:
+            log.info(
+                "tpde: of these, %.1f MiB instead of %.1f are in host memory, copied before layers run",
+                packed_there / 2**20,
+                there / 2**20,
+            )
         if room:
             log.info("tpde: experts are decoded into %.1f MiB beside, a layer's at a time", room)
         for why, count in self._decoded.items():

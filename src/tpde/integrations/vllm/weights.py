@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.vllm import refusals
+from tpde.integrations.vllm import internals, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
@@ -21,6 +21,9 @@ from tpde.weights.windowed_experts import WindowedExperts
 from tpde.weights.windows_source import WindowSource
 
 HANDLE = "tpde_handle"  # a buffer of each module with such a weight
+# What blobs that vLLM copies are padded to, shares of the plain weight: those of a name and a size share
+# buffers. Windows take 0.70 to 0.71, prefix codes 0.67.
+_PADDED_TO = 0.72, MOST_SHARE
 _HANDLE_BYTES = 16
 
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
@@ -65,9 +68,9 @@ class BlobParameter(nn.Parameter):
     name = ""
 
     @classmethod
-    def of(cls, packed: PackedTensor) -> BlobParameter:
-        """That of a packed weight of one source."""
-        made = cls(packed.sources[0].memory, requires_grad=False)
+    def of(cls, packed: PackedTensor, memory: Tensor | None = None) -> BlobParameter:
+        """That of a packed weight of one source, by default in the source's memory."""
+        made = cls(packed.sources[0].memory if memory is None else memory, requires_grad=False)
         made.name = packed.name
         return made
 
@@ -97,18 +100,24 @@ class Weight:
 
     def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
         self._layer, self._method, self.packed = weakref.ref(layer), method, packed
+        self._in_parts = internals.is_batch_invariant()
         give_handle(self, layer, HANDLE, layer.weight.device)
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
-            layer.weight = BlobParameter.of(packed)
-            packed.prepare()
+            self._place(layer, packed)
+
+    def _place(self, layer: Any, packed: PackedTensor) -> None:
+        layer.weight = BlobParameter.of(packed)
+        packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ W.T + bias`."""
         if self.packed is None:
             return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
         if self.packed.multiplies and x.is_cuda:
+            if self._in_parts:
+                return product_in_parts(self.packed, x, bias)
             return self.packed.product(x, bias, False)
         # As the plain layer computes it, which on the CPU prepares its weight for the matrix library.
         plain = SimpleNamespace(weight=_parameter(self.packed.decoded()))
@@ -121,6 +130,48 @@ class Weight:
         if self.packed is not None:
             return self.packed.rows(ids)
         return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
+
+
+class OffloadedWeight(Weight):
+    """One that vLLM keeps in host memory, and copies to a buffer on the device before its layer runs.
+
+    Its blob is there whenever `product` is called. The layer's parameter is the buffer from when vLLM has
+    made it, after all weights are loaded.
+    """
+
+    def _place(self, layer: Any, packed: PackedTensor) -> None:
+        shares = (int(share * packed.nbytes) for share in _PADDED_TO)
+        size = next((it for it in shares if it >= packed.packed_bytes), packed.packed_bytes)
+        memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
+
+        def to_host(blob: Tensor) -> Tensor:
+            memory[: blob.numel()].copy_(blob)
+            return memory[: blob.numel()]
+
+        packed.apply(to_host)
+        layer.weight = BlobParameter.of(packed, memory)
+        self._at = memory.data_ptr()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`."""
+        layer: Any = self._layer()
+        assert self.packed is not None
+        if layer.weight.data_ptr() != self._at:
+            buffer = layer.weight.detach().as_subclass(Tensor)
+            self.packed.apply(lambda blob: buffer[: blob.numel()])
+            self.packed.prepare()
+            self._at = buffer.data_ptr()
+        return super().product(x, bias)
+
+
+def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ W.T + bias` straight from windows, however many rows x has: no row's bits depend on the others."""
+    rows = x.reshape(-1, x.shape[-1])
+    most = packed.most_rows
+    if len(rows) <= most:
+        return packed.product(x, bias, False)
+    made = torch.cat([packed.product(part, bias, False) for part in torch.split(rows, most)])
+    return made.view(*x.shape[:-1], -1)
 
 
 def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> None:
