@@ -10,30 +10,29 @@
 // All wait for each other by barriers in shared memory ("mbarrier"). A tile here is a chunk of four stripes, a piece a
 // quarter of it, 64 rows x 64 columns.
 //
-// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; GROUPS, how many groups that multiply all rows of x take
-// turns, 1, or with 64 rows 2; DECODERS, the warps that decode, a multiple of four; HELD, how many chunks one of them has
-// fetched at a time, 1 or 2; WHOLE, whether a tile is multiplied when all of it is decoded, or piece by piece; OWN, the
-// chunks that a part has at most, 1 or 2, or with STREAMS any number: then x is loaded again for every EACH turns, a
-// round, 1 or 2, whose sums a warp keeps beside each other; INBOXES, how many turns' partial sums there is room for, at least
-// 2 GROUPS and EACH.
+// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; DECODERS, the warps that decode, 12 or 8; OWN, the chunks
+// that a part has at most, 1 or 2, or 0 for any number: then x is loaded again for every EACH turns, a round, whose sums a
+// warp keeps beside each other.
 
 #include "window.cuh"
 #include "hopper.cuh"
 
-#define SENDERS (NB / 16u)               // warps that multiply a turn's tiles: each has 16 rows of x
-#define MULTIPLIERS (GROUPS * SENDERS)  // warps
-#define ALL_WARPS (MULTIPLIERS + DECODERS)
-#define SETS (DECODERS / 4u)     // tiles that are decoded at a time, each where no other one goes
-#define PIECE 8192u              // bytes: 64 rows x 64 columns
-#define STEP 2048u               // of them, 16 columns
-#define STEP_HALF 1024u          // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
-#define PAIR_PLANE 1024u         // bytes: the places of a pair of tiles
+#define SENDERS (NB / 16u)  // warps that multiply: each has 16 rows of x
+#define ALL_WARPS (SENDERS + DECODERS)
+#define SETS (DECODERS / 4u)            // tiles that are decoded at a time, each where no other one goes
+#define HELD (DECODERS == 12 ? 1u : 2u)  // chunks that a warp has fetched at a time
+#define PIECE 8192u                     // bytes: 64 rows x 64 columns
+#define STEP 2048u                      // of them, 16 columns
+#define STEP_HALF 1024u                 // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
+#define PAIR_PLANE 1024u                // bytes: the places of a pair of tiles
+#define INBOXES 2u                      // turns' partial sums that there is room for
 #define INBOX (SENDERS * PARTS * 512u)  // bytes: 16 a lane of each part
-#define LAG (EACH == 1 ? GROUPS : INBOXES)  // turns after which sums are added up
-#define KEPT (STREAMS ? 1 : OWN)  // chunks of x in registers
-// Registers of threads that multiply, and of others: 64 Ki are there.
-#define MULTIPLIER_REGISTERS (MULTIPLIERS == 8 ? 192 : 240)
-#define DECODER_REGISTERS (MULTIPLIERS == 8 ? 64 : DECODERS == 12 ? 88 : 128)
+#define STREAMS (OWN == 0)
+#define EACH (STREAMS ? 2u : 1u)
+#define KEPT (STREAMS ? 1u : OWN)  // chunks of x in registers
+// Registers of threads that multiply, and of others: 64 Ki are there. Two chunks of x take 128.
+#define MULTIPLIER_REGISTERS (SENDERS == 4 ? 240 : OWN == 2 ? 192 : 184)
+#define DECODER_REGISTERS (SENDERS == 4 ? 88 : OWN == 2 ? 64 : 72)
 
 // ---- x ----
 
@@ -162,20 +161,19 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
   u8* const pieces = shared;                          // [SETS][4] pieces that are decoded
   u8* const inbox = pieces + SETS * 4 * PIECE;        // [INBOXES][PARTS] partial sums that this block adds up
   u8* const planes = inbox + INBOXES * INBOX;         // [DECODERS] planes of a pair of tiles, each before HELD chunks
-  // Barriers: an inbox is full, all have read theirs, a piece is decoded, for each group, nobody reads it, a chunk has come.
-  const u32 full = shared_address(planes + DECODERS * (PAIR_PLANE + HELD * CHUNK_BYTES)), read = full + 8 * INBOXES, decoded = read + 8 * INBOXES;
-  const u32 emptied = decoded + 8 * 4 * SETS * GROUPS, come = emptied + 8 * 4 * SETS;
+  // Barriers: an inbox is full, all have read theirs, a piece is decoded, nobody reads it, a chunk has come.
+  const u32 full = shared_address(planes + DECODERS * (PAIR_PLANE + HELD * CHUNK_BYTES)), read = full + 8 * INBOXES;
+  const u32 decoded = read + 8 * INBOXES, emptied = decoded + 8 * 4 * SETS, come = emptied + 8 * 4 * SETS;
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * SENDERS);
-    for (u32 i = 0; i < 4 * SETS * GROUPS; i++) make_barrier(decoded + 8 * i, 4);
-    for (u32 i = 0; i < 4 * SETS; i++) make_barrier(emptied + 8 * i, SENDERS);
+    for (u32 i = 0; i < 4 * SETS; i++) make_barrier(decoded + 8 * i, 4), make_barrier(emptied + 8 * i, SENDERS);
     for (u32 i = 0; i < HELD * DECODERS; i++) make_barrier(come + 8 * i, 1);
     fence_barriers();
     for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
   }
   __syncthreads();
   arrive();
-  if (warp >= MULTIPLIERS) {
+  if (warp >= SENDERS) {
     take_registers<DECODER_REGISTERS, false>();
     const auto [part_, own_, start_, step_, turns_] = share_of(m);
     const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_, last = (m.rows + 15) / 16 - 1;
@@ -186,7 +184,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       if (++p.own == own) p.own = 0, p.turn = (p.turn + EACH - 1) / EACH * EACH;
       else p.turn = (p.turn - 1) / EACH * EACH;
     };
-    const u32 number = warp - MULTIPLIERS, set = number / 4, beside = number % 4;
+    const u32 number = warp - SENDERS, set = number / 4, beside = number % 4;
     u8 *const plane = planes + number * (PAIR_PLANE + HELD * CHUNK_BYTES), *const held = plane + PAIR_PLANE;
     const u32 came = come + 8 * HELD * number, theirs = decoded + 8 * 4 * set, room = emptied + 8 * 4 * set;
     const auto stripe_of = [&](const Place& p) { return min(start + p.turn * step + beside, last); };  // or the last again
@@ -234,7 +232,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         ahead = records_of(m, stripe_of(next), lane);
         if (far.turn < turns) after = range_of(m, stripe_of(far), chunk_of(far.own));
       }
-      const u32 which = count % HELD, mine = theirs + here.turn % GROUPS * 8 * 4 * SETS;
+      const u32 which = count % HELD;
       const u8* const from = held + which * CHUNK_BYTES;
       wait_on(came + 8 * which, count / HELD % 2);
       const Rows r = rows_of(records, m.zero);
@@ -256,9 +254,9 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
           for (u32 f = 0; f < 2; f++)
             store_blocks(to + p * PIECE + (2 * t + f) * STEP, w[2 * f], w[4 + 2 * f], w[2 * f + 1], w[5 + 2 * f]);
         }
-        if (!WHOLE || p == 3) fence_shared();  // wgmma reads them; the next chunk comes where this one was read
+        fence_shared();  // wgmma reads them; the next chunk comes where this one was read
         __syncwarp();
-        if ((!WHOLE || p == 3) && lane == 0) arrive_at(mine + 8 * p);
+        if (lane == 0) arrive_at(theirs + 8 * p);
         wipe_pair(plane, a, p), wipe_pair(plane, b, p);
         if (more) for_more(m, stripe_of(here), chunk_of(here.own), lane, [&](u32 entry) { wipe_pair(plane, {entry & 4095, 0}, p); });
         __syncwarp();
@@ -273,13 +271,12 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     const auto [part_, own_, start_, step_, turns_] = share_of(m);
     const u32 part = part_, own = own_, start = start_, step = step_, turns = turns_;
     const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
-    const u32 member = warp % SENDERS, group = GROUPS == 1 ? 0 : warp / SENDERS;
     follow_early();
     wait_for_last();  // x is the last kernel's; the weights are not
     X x;
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
-      x.rows[half] = x_at + min(16 * member + 8 * half + lane / 4, n - 1) * x_stride + lane % 4 * 8;
+      x.rows[half] = x_at + min(16 * warp + 8 * half + lane / 4, n - 1) * x_stride + lane % 4 * 8;
     x.columns = (m.columns + 7) / 8 * 8 - lane % 4 * 8;
     Columns c[KEPT][4];  // as they lie in x; all loads are under way at a time
 #pragma unroll
@@ -290,7 +287,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
     for (u32 i = 0; i < 4 * KEPT; i++) set_x(f[i / 4][i % 4], c[i / 4][i % 4], 0);
 #endif
     wait_for_cluster();  // all have their barriers
-    const u32 slot = 512 * member + 16 * lane;  // of an inbox, of each part
+    const u32 slot = 512 * warp + 16 * lane;  // of an inbox, of each part
     // Add up a turn's partial sums, and store y.
     const auto end = [&](u32 turn) {
       const u32 box = turn % INBOXES;
@@ -301,7 +298,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * SENDERS * j];
       float4 s = pairwise(v);
       if (turn + INBOXES < turns) {
-        if (member + lane == 0) expect(full + 8 * box, INBOX);
+        if (warp + lane == 0) expect(full + 8 * box, INBOX);
         keep_register(s.x), keep_register(s.y), keep_register(s.z), keep_register(s.w);  // all have been read
         __syncwarp();
         if (lane < CLUSTER) arrive_in(read + 8 * box, lane);
@@ -309,7 +306,7 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
       const u32 row = 16 * (start + turn * step) + 8 * part + lane % 4 * 2;
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const u32 k = 16 * member + 8 * half + lane / 4;
+        const u32 k = 16 * warp + 8 * half + lane / 4;
         if (k >= n || row >= m.rows) continue;
         u16* const to = y + k * y_stride + row;
         const u16 one = ended(half ? s.z : s.x, bias, row);
@@ -322,19 +319,16 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
         else to[0] = one, to[1] = two;
       }
     };
-    u32 tiles = group * own;
+    u32 tiles = 0;
 #pragma unroll 1
-    for (u32 round = group; round < turns; round += GROUPS * EACH) {
+    for (u32 round = 0; round < turns; round += EACH) {
       float sum[EACH][32];
 #pragma unroll
       for (u32 h = 0; h < EACH; h++)
 #pragma unroll
         for (u32 t = 0; t < 32; t++) sum[h][t] = 0;
-      // Wait for piece p of a tile. Each group has barriers of its own, and uses each of them once in a turn, or never.
-      const auto wait_for = [&](u32 tile, u32 p) {
-        const u32 parity = (GROUPS == 2 ? round / 2 : tile / SETS) % 2;
-        if (!WHOLE || p == 0) wait_on(decoded + 8 * (group * 4 * SETS + tile % SETS * 4 + (WHOLE ? 3 : p)), parity);
-      };
+      // Wait for piece p of a tile.
+      const auto wait_for = [&](u32 tile, u32 p) { wait_on(decoded + 8 * (tile % SETS * 4 + p), tile / SETS % 2); };
       const auto multiply = [&](float* d, const u32 (*f)[4], u32 tile, u32 p) {
         const u32 at = shared_address(pieces) + (tile % SETS * 4 + p) * PIECE;
         registers_are_set();
@@ -391,14 +385,12 @@ wide_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __r
 #pragma unroll
         for (u32 t = 0; t < CLUSTER; t++) send(in_block(to, t), in_block(full + 8 * box, t), sum[h] + 4 * t);
       }
-      if (EACH == 1 && round >= LAG) end(round - LAG);  // most likely all have sent theirs
-      if (GROUPS == 2) tiles += own;
+      if (EACH == 1 && round) end(round - 1);  // most likely all have sent theirs
     }
-    for (u32 turn = turns < LAG ? 0 : turns - LAG; turn < turns; turn++)
-      if (GROUPS == 1 || turn % GROUPS == group) end(turn);
+    for (u32 turn = turns < EACH ? 0 : turns - EACH; turn < turns; turn++) end(turn);
   }
   __syncwarp();
-  if (warp >= MULTIPLIERS) wait_for_cluster();
+  if (warp >= SENDERS) wait_for_cluster();
   arrive();  // no block ends while another one sends to it
   wait_for_cluster();
 }
