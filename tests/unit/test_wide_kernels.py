@@ -9,17 +9,23 @@ import pytest
 from support.emulated import kernel_on_cpu
 
 from tpde.codec import window_plan, windows
-from tpde.cuda.product_ways import CHUNK_BYTES, SOURCE, WARP_BYTES, WARPS, Product, Wide, matrix_defines
+from tpde.cuda.product_ways import (
+    CHUNK_BYTES,
+    SOURCE,
+    WARP_BYTES,
+    WARPS,
+    Product,
+    matrix_defines,
+    products_of,
+)
 
 CLUSTER, AT = 8, 128
-WAYS = {
-    "64": Wide(64, 1, 8, 2, 1, 2, 0),
-    "64, whole tiles": Wide(64, 1, 8, 2, 1, 2, 1),
-    "64, twelve decode": Wide(64, 1, 12, 1, 1, 2, 0),
-    "64, in turns": Wide(64, 2, 8, 2, 1, 4, 1),
-    "128": Wide(128, 1, 8, 2, 1, 2, 0),
-}
-STREAMS = {"64": Wide(64, 1, 12, 1, 2, 2, 0), "128": Wide(128, 1, 8, 2, 2, 2, 1)}
+
+
+def wide(window: windows.Window, rows: int) -> Product:
+    """The way that takes so many rows of x."""
+    ways = products_of(window, rows, 227 << 10, True)
+    return next(it for it in ways if it.name == "wide_product" and it.rows == rows)
 
 
 def bf16(values: Any) -> Any:
@@ -71,7 +77,7 @@ class Made:
         return y
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("most", [64, 128])
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "clusters"),
     [
@@ -80,26 +86,32 @@ class Made:
         (200, 4050, 64, 1),  # a chunk that is not full; four turns
     ],
 )
-def test_bits(way: str, rows: int, columns: int, count: int, clusters: int) -> None:
-    how = WAYS[way]
-    made = Made(rows, columns, count * how.rows // 64, escapes=columns == 2304)
-    assert np.array_equal(made.by(how.product(made.window), clusters), made.needed)
+def test_bits(most: int, rows: int, columns: int, count: int, clusters: int) -> None:
+    made = Made(rows, columns, count * most // 64, escapes=columns == 2304)
+    how = wide(made.window, most)
+    assert how.defines["OWN"] == -(-made.window.stripe_chunks // 8)
+    assert np.array_equal(made.by(how, clusters), made.needed)
 
 
-@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("most", [64, 128])
 @pytest.mark.parametrize(
-    ("rows", "columns", "clusters"), [(64, 6144, 1), (330, 4170, 1), (300, 4352, 2)], ids=str
+    ("rows", "columns", "clusters"), [(64, 6144, 1), (260, 4170, 1), (300, 4352, 2)], ids=str
 )
-def test_bits_where_x_is_loaded_again(way: str, rows: int, columns: int, clusters: int) -> None:
-    how = STREAMS[way]
-    made = Made(rows, columns, how.rows - 3, escapes=columns == 4352)
-    product = how.product(made.window)
-    assert product.defines["STREAMS"]
-    assert np.array_equal(made.by(product, clusters), made.needed)
+def test_bits_where_x_is_loaded_again(most: int, rows: int, columns: int, clusters: int) -> None:
+    made = Made(rows, columns, most - 3, escapes=columns == 4352)
+    how = wide(made.window, most)
+    assert how.defines["OWN"] == 0
+    assert np.array_equal(made.by(how, clusters), made.needed)
 
 
-def test_room() -> None:
+@pytest.mark.parametrize(("most", "decoders", "held"), [(64, 12, 1), (128, 8, 2)])
+def test_room(most: int, decoders: int, held: int) -> None:
     """What the kernel lays out in shared memory, and no more: others that run beside it need some."""
-    window = windows.sections(64, 4096)
-    found = Wide(128, 1, 8, 2, 1, 2, 0).product(window).shared
-    assert found == 2 * 32768 + 2 * 32768 + 8 * (2 * CHUNK_BYTES + 1024) + 8 * (4 + 16 + 16)
+    found, sets = wide(windows.sections(64, 4096), most), decoders // 4
+    assert found.warps == most // 16 + decoders
+    assert found.shared == (
+        sets * 32768
+        + 2 * most // 16 * 4096
+        + decoders * (held * CHUNK_BYTES + 1024)
+        + 8 * (4 + 8 * sets + held * decoders)
+    )

@@ -1,4 +1,4 @@
-"""How products from windows may be launched, the fastest way first by what an H200 took."""
+"""How products from windows may be launched, the fastest way first by what an H200 or an H100 took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpde.cuda.tuning import TunedKernels
 
 SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
 # Rows of x in one call: with more, decoding and the matrix library's product are faster. Where groups
-# multiply, 64 rows take all layers of the 8 B shape 5.2 ms on an H100; 128 that are decoded for, 15.6.
+# multiply, 128 rows take all layers of the 8 B shape 7.5 ms on an H100; decoding for them, 15.6.
 MOST_ROWS, _WITHOUT_GROUPS = 128, 64
 # What tables of the fastest ways are of.
 KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
@@ -29,9 +29,17 @@ _SHARED_X = 16 << 10
 _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
+_WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
-# Of `wide_product`: the bytes of a tile that is decoded, and how many chunks of x registers have room for.
-_TILE, _KEPT = 64 * 256 * 2, 2
+# Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by how many rows x has.
+# 64 rows, on an H100: where x stays, `group_product` is faster (28672 x 4096 words: 65.9 us, this one 72.9),
+# and where it streams, this one (4096 x 14336: 46.5, not 53.2; with eight warps of two chunks 48.1). With 128
+# rows twelve warps would have too few registers. Launches of 64 rows take 128.2 us there, this one 104.7, and
+# 108.1 and 71.9.
+_DECODING = {64: (12, 1), 128: (8, 2)}
+_TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
+_TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
+_KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -105,9 +113,9 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
     made: list[Product] = []
     if count > 8 and groups and _has_parts(window):
-        first = next((rows for rows in _GROUPS if rows >= count), max(_GROUPS))
-        for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
-            made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
+        first = next(number for number, rows in enumerate(_WIDTHS) if rows >= count)
+        for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
+            made += _of_width(window, rows, shared_bytes)
     return made + _narrow(window, min(count, _FEW_ROWS), shared_bytes)
 
 
@@ -142,6 +150,14 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
     return [made(shared) for shared in fits if least + shared * copied <= shared_bytes]
 
 
+def _of_width(window: Window, rows: int, shared_bytes: int) -> list[Product]:
+    """By clusters, with so many rows of x at a time."""
+    made = [it for warps in _GROUPS.get(rows, ()) for it in _grouped(window, rows, warps, shared_bytes)]
+    wide = [_wide(window, rows)] if rows in _DECODING else []
+    stays = 0 if not made or made[0].defines["STREAMS"] else 1
+    return made[:stays] + [it for it in wide if it.shared <= shared_bytes] + made[stays:]
+
+
 def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
     """The blocks of a cluster share x, and the groups of warps of a block.
 
@@ -168,38 +184,16 @@ def _stages(
     return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps)
 
 
-class Wide(NamedTuple):
-    """Of `wide_product`: its macros but those that follow from the matrix."""
-
-    rows: int
-    groups: int
-    decoders: int
-    held: int
-    each: int
-    inboxes: int
-    whole: int
-
-    def product(self, window: Window) -> Product:
-        """Where a part has one or two chunks x stays in registers."""
-        own, sets = -(-window.stripe_chunks // PARTS), self.decoders // 4
-        streams = own > _KEPT
-        senders = self.rows // 16
-        barriers = 8 * (2 * self.inboxes + (1 + self.groups) * 4 * sets + self.held * self.decoders)
-        chunks = self.decoders * (self.held * CHUNK_BYTES + 1024)
-        shared = sets * _TILE + self.inboxes * senders * 4096 + chunks + barriers
-        defines = matrix_defines(window) | {
-            "NB": self.rows,
-            "GROUPS": self.groups,
-            "DECODERS": self.decoders,
-            "HELD": self.held,
-            "WHOLE": self.whole,
-            "OWN": 0 if streams else own,
-            "STREAMS": int(streams),
-            "EACH": self.each,
-            "INBOXES": self.inboxes,
-        }
-        warps = self.groups * senders + self.decoders
-        return Product(self.rows, WIDE_SOURCE, "wide_product", defines, shared, warps, 4)
+def _wide(window: Window, rows: int) -> Product:
+    """Some warps decode to shared memory, others multiply with x in registers, where one or two chunks stay."""
+    (decoders, held), senders = _DECODING[rows], rows // 16
+    own, sets = -(-window.stripe_chunks // PARTS), decoders // 4
+    barriers = 8 * (2 * _INBOXES + 2 * 4 * sets + held * decoders)
+    chunks = decoders * (_PLANE + held * CHUNK_BYTES)
+    shared = sets * _TILE + _INBOXES * senders * PARTS * 512 + chunks + barriers
+    room = {"NB": rows, "DECODERS": decoders, "OWN": own if own <= _KEPT else 0}
+    defines = matrix_defines(window) | room
+    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, senders + decoders, _TOGETHER)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:
