@@ -10,7 +10,7 @@ from tpde.cuda.tuning import TunedKernels
 
 SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
 # Rows of x in one call: with more, decoding and the matrix library's product are faster. Where groups
-# multiply, 128 rows take all layers of the 8 B shape 7.5 ms on an H100; decoding for them, 15.6.
+# multiply, 128 rows take all layers of the 8 B shape some 7.5 ms on an H100; decoding for them, 15.6.
 MOST_ROWS, _WITHOUT_GROUPS = 128, 64
 # What tables of the fastest ways are of.
 KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
@@ -31,11 +31,10 @@ _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
 _WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
-# Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by how many rows x has.
-# 64 rows, on an H100: where x stays, `group_product` is faster (28672 x 4096 words: 65.9 us, this one 72.9),
-# and where it streams, this one (4096 x 14336: 46.5, not 53.2; with eight warps of two chunks 48.1). With 128
-# rows twelve warps would have too few registers. Launches of 64 rows take 128.2 us there, this one 104.7, and
-# 108.1 and 71.9.
+# Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by rows of x. On an
+# H100, 64 rows with 28672 x 4096 words, where x stays, take 72.9 us, by `group_product` 65.9; with 4096 x
+# 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.7 and
+# 71.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
 _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
@@ -185,7 +184,7 @@ def _stages(
 
 
 def _wide(window: Window, rows: int) -> Product:
-    """Some warps decode to shared memory, others multiply with x in registers, where one or two chunks stay."""
+    """Some warps decode, others multiply with x in registers: it stays where parts have one or two chunks."""
     (decoders, held), senders = _DECODING[rows], rows // 16
     own, sets = -(-window.stripe_chunks // PARTS), decoders // 4
     barriers = 8 * (2 * _INBOXES + 2 * 4 * sets + held * decoders)
