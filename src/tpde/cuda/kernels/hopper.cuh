@@ -54,8 +54,7 @@ __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async
 // The kernel after this one may start.
 __device__ __forceinline__ void follow_early() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Wait for the kernel before this one, and load what it has written. Loads of what is constant in this kernel would not
-// wait: the assembler has them come first.
+// Wait for the kernel before this one, and load what it has written (see `follow`).
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ uint4 load_16(const u16* p) {
   uint4 v;

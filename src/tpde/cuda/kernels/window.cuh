@@ -50,7 +50,8 @@ __device__ __forceinline__ void wait_for_fetched() { asm volatile("cp.async.wait
 
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Wait for the kernel before, and let the one after start.
+// Wait for the kernel before, and let the one after start. Pointers to what that one writes have no `__restrict__`: loads of
+// what is constant in a kernel need not wait, and the assembler may have them come first.
 __device__ __forceinline__ void follow() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

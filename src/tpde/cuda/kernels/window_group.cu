@@ -106,7 +106,7 @@ __device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 
 
 // As `product` of window.cu.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
-group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
               const u16* __restrict__ bias) {
   DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
