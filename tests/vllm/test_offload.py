@@ -130,18 +130,30 @@ def test_which_layers_vllm_moves(prefix: str, offloaded: bool, monkeypatch: pyte
     assert not internals.may_be_offloaded(prefix)
 
 
-def test_stages_and_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stages", "moves", "text"),
+    [(2, True, "--pipeline-parallel-size"), (1, False, "does nothing"), (1, True, None)],
+)
+def test_offloading_that_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, stages: int, moves: bool, text: str | None
+) -> None:
     from tpde.integrations.vllm import internals, refusals
 
     offload = SimpleNamespace(
         uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=2)
     )
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization_config=None),
+        model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
         offload_config=offload,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
+    offloader = SimpleNamespace(module_offloaders=[]) if moves else object()
+    monkeypatch.setattr(internals, "get_offloader", lambda: offloader)
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-    with pytest.raises(InvalidInput, match="--pipeline-parallel-size"):
+    if text is None:
+        refusals.check()
+        return
+    with pytest.raises(InvalidInput, match=text):
         refusals.check()

@@ -74,6 +74,15 @@ def prefetches_weights() -> bool:
     return bool(get_current_vllm_config().offload_config.prefetch.offload_group_size > 0)
 
 
+def moves_layers() -> bool:
+    """Whether something in this process copies layers from host memory.
+
+    With `--offload-group-size` nothing does in 0.26 for models that its second model runner takes, plain ones
+    too; 0.32 has it there.
+    """
+    return hasattr(get_offloader(), "module_offloaders")
+
+
 def may_be_offloaded(prefix: str) -> bool:
     """Whether what has this name is in a layer that vLLM keeps in host memory, going by the layer's number.
 

@@ -13,8 +13,13 @@ from vllm.model_executor.model_loader import DefaultModelLoader, register_model_
 
 from tpde.format.constants import METHOD, SUFFIX
 from tpde.integrations.vllm.internals import WeightsMapper
+from tpde.io.sources import BytesSource, Extent
+from tpde.loading.reading import Reader
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
+
+_GROUP_BYTES = 128 << 20  # of tensors that are decoded while others are copied to the device
+Named = tuple[str, Tensor]
 
 _registered = False
 
@@ -22,20 +27,74 @@ _registered = False
 def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of files, those that are packed decoded, under their names in the source.
 
-    Blobs are decoded on the device that PyTorch makes tensors on, which while vLLM loads is the model's.
+    Blobs are decoded on the device that PyTorch makes tensors on, which while vLLM loads is the model's. They
+    are copied there by several threads, which vLLM's iterators leave to one: their tensors are mapped files.
+    Blobs of up to 256 MiB, or of two tensors, are there beside what the device has for a layer.
 
     Raises
     ------
     Truncated, Corrupt, UnsupportedVersion
         If a blob is damaged.
     """
+    device = torch.get_default_device()
+    with Reader(device) as reader:
+        before: _Group | None = None
+        for group in _groups(weights):
+            coming = _Group(group, reader, device)
+            if before is not None:
+                yield from before.decoded()
+            before = coming
+        if before is not None:
+            yield from before.decoded()
+
+
+def _is_packed(name: str, tensor: Tensor) -> bool:
+    return name.endswith(SUFFIX) and tensor.dtype is torch.uint8
+
+
+def _is_mapped(name: str, tensor: Tensor) -> bool:
+    return _is_packed(name, tensor) and tensor.device.type == "cpu" and tensor.dim() == 1
+
+
+def _groups(weights: Iterable[Named]) -> Iterator[list[Named]]:
+    group: list[Named] = []
+    size = 0
     for name, tensor in weights:
-        if not name.endswith(SUFFIX) or tensor.dtype is not torch.uint8:
-            yield name, tensor
-            continue
-        plain = name.removesuffix(SUFFIX)
-        blob = tensor.to(torch.get_default_device())
-        yield plain, PackedTensor(Resident(blob, plain)).decoded()
+        group.append((name, tensor))
+        size += tensor.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+class _Group:
+    """Tensors in their order, whose blobs are on their way to a device."""
+
+    def __init__(self, weights: list[Named], reader: Reader, device: torch.device) -> None:
+        self._weights = [
+            (name, torch.empty(it.shape, dtype=it.dtype, device=device) if _is_mapped(name, it) else it)
+            for name, it in weights
+        ]
+        both = zip(weights, self._weights, strict=True)
+        coming = [(name, it, room) for (name, it), (_, room) in both if room is not it]
+        extents = [
+            Extent(BytesSource(it.contiguous().numpy(), name), 0, it.numel(), name) for name, it, _ in coming
+        ]
+        self._reading = reader.begin([room for *_, room in coming], extents)
+
+    def decoded(self) -> Iterator[Named]:
+        """All, under their names in the source."""
+        self._reading.wait()
+        while self._weights:  # what was decoded is given back
+            name, tensor = self._weights.pop(0)
+            if not _is_packed(name, tensor):
+                yield name, tensor
+                continue
+            name = name.removesuffix(SUFFIX)
+            made = PackedTensor(Resident(tensor, name)).decoded()
+            del tensor
+            yield name, made
 
 
 class Unpacking(WeightsMapper):  # type: ignore[misc]

@@ -30,6 +30,12 @@ def check() -> None:
             where="offload_config",
         )
     config = get_current_vllm_config()
+    if internals.prefetches_weights() and not internals.moves_layers():
+        raise InvalidInput(
+            "`--offload-group-size` does nothing in the model runner that this vLLM takes for the model",
+            hint="set `VLLM_USE_V2_MODEL_RUNNER=0` in the environment, or leave the option out",
+            where="offload_config",
+        )
     if internals.prefetches_weights() and config.parallel_config.pipeline_parallel_size > 1:
         raise InvalidInput(
             "`--offload-group-size` with packed weights and `--pipeline-parallel-size` was not tried",

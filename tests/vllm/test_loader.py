@@ -1,0 +1,96 @@
+"""Packed tensors on their way from files to layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.models import assert_same_bits, torch
+
+from tpde.errors import Corrupt
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+pytestmark = pytest.mark.quick
+
+TENSORS = 12
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Plain tensors, and what files have of them: every third as it is. Some are a group."""
+    from tpde.integrations.vllm import loader
+    from tpde.weights.pack_tensor import pack_tensor
+
+    draw = torch.Generator().manual_seed(0)
+    plain, files = {}, []
+    for i in range(TENSORS):
+        plain[f"w{i}"] = tensor = (0.02 * torch.randn(64 + i, 256, generator=draw)).bfloat16()
+        packed = pack_tensor(tensor, f"w{i}")
+        assert packed is not None
+        files.append((f"w{i}", tensor) if i % 3 == 2 else (f"w{i}_tpde", packed.sources[0].memory))
+    monkeypatch.setattr(loader, "_GROUP_BYTES", 80_000)
+    return plain, files
+
+
+def readers() -> list[threading.Thread]:
+    return [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
+
+
+def test_all_come_in_their_order(weights: Any) -> None:
+    from tpde.integrations.vllm.loader import unpacked
+
+    plain, files = weights
+    found = list(unpacked(iter(files)))
+    assert [name for name, _ in found] == list(plain)
+    for name, tensor in found:
+        assert_same_bits(tensor, plain[name])
+    assert list(unpacked(iter([]))) == []
+    assert not readers()
+
+
+def test_a_few_are_taken_at_a_time(weights: Any) -> None:
+    """Others of vLLM's iterators give tensors that take device memory."""
+    from tpde.integrations.vllm.loader import unpacked
+
+    plain, files = weights
+    taken: list[str] = []
+
+    def one_by_one() -> Iterator[tuple[str, Any]]:
+        for name, tensor in plain.items() if taken else files:
+            taken.append(name)
+            yield name, tensor
+
+    for given in (0, 1):  # packed, then plain
+        taken[:] = ["begun"] * given
+        coming = unpacked(one_by_one())
+        next(coming)
+        assert len(taken) - given < TENSORS - 2
+        coming.close()
+        assert not readers()
+
+
+def test_damage_is_named(weights: Any) -> None:
+    from tpde.integrations.vllm.loader import unpacked
+
+    _, files = weights
+    name, blob = files[7]
+    blob = blob.clone()
+    blob[len(blob) * 3 // 4] ^= 1
+    files[7] = name, blob
+    with pytest.raises(Corrupt, match="w7"):
+        list(unpacked(iter(files)))
+    assert not readers()
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (0,), (256,)])
+def test_what_is_no_blob(shape: tuple[int, ...]) -> None:
+    from tpde.errors import TpdeError
+    from tpde.integrations.vllm.loader import unpacked
+
+    other = torch.zeros(shape, dtype=torch.uint8)
+    with pytest.raises(TpdeError, match=r"`w`|w:"):
+        list(unpacked(iter([("w_tpde", other)])))
+    ids = torch.zeros(4, dtype=torch.int64)  # the name of a plain tensor
+    assert [name for name, _ in unpacked(iter([("w_tpde", ids)]))] == ["w_tpde"]
