@@ -95,7 +95,7 @@ def test_bits(most: int, rows: int, columns: int, count: int, clusters: int) -> 
 
 @pytest.mark.parametrize("most", [64, 128])
 @pytest.mark.parametrize(
-    ("rows", "columns", "clusters"), [(64, 6144, 1), (260, 4170, 1), (300, 4352, 2)], ids=str
+    ("rows", "columns", "clusters"), [(64, 6144, 1), (260, 4170, 1), (200, 4352, 2)], ids=str
 )
 def test_bits_where_x_is_loaded_again(most: int, rows: int, columns: int, clusters: int) -> None:
     made = Made(rows, columns, most - 3, escapes=columns == 4352)
