@@ -15,7 +15,17 @@ from tpde.cuda.window_products import DeviceWindow
 
 pytestmark = needs_cuda
 
-SHAPES = [(1, 1), (17, 5), (33, 70), (100, 384), (48, 1100), (64, 2048), (130, 4160), (513, 14336)]
+SHAPES = [
+    (1, 1),
+    (17, 5),
+    (33, 70),
+    (100, 384),
+    (48, 1100),
+    (64, 2048),
+    (77, 2600),
+    (130, 4160),
+    (513, 14336),
+]
 CONTENTS = ["weights", "halved", "zeros", "words", "tiny", "escapes", "constant", "infinite"]
 
 
@@ -104,7 +114,7 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], content:
     x, bias = of_batch(held, MOST_ROWS, 1e-3), of_batch(Held(matrix(1, shape[0], "weights")), 1)[0]
     for added in (None, bias):
         alone = torch.cat([held.product(row[None], added) for row in x])
-        for count in (1, 2, 7, 8, 9, 15, 16, 17, 32, 33, MOST_ROWS):
+        for count in (1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 64, 65, 101, MOST_ROWS):
             for how in held.device.ways(count):
                 held.device.choose(count, how)
                 for first in (0, MOST_ROWS - count):
@@ -144,17 +154,21 @@ def test_results_that_no_bf16_holds_are_infinite() -> None:
     assert (Held(words).product(x) == np.inf).all()
 
 
-def test_products_wait_for_each_other() -> None:
+@pytest.mark.parametrize(
+    ("size", "count"), [(256, 4), (4096, 16), (4096, 64), (4096, 128), (6400, 64), (6400, 128)]
+)
+def test_products_wait_for_each_other(size: int, count: int) -> None:
     """Each takes what the one before gave, and all start early."""
-    held = [Held(matrix(256, 256, "weights")) for _ in range(2)]
-    x = start = of_batch(held[0], 4)
+    held = [Held(matrix(size, size, "weights")) for _ in range(2)]
+    x, scale = of_batch(held[0], count), 48 / size**0.5
+    start = x
     found = []
     for turn in range(50):
-        x = held[turn % 2].product(x) * 3
+        x = held[turn % 2].product(x) * scale
         found.append(x)
     y = start
     for turn, it in enumerate(found):
-        y = held[turn % 2].product(y) * 3
+        y = held[turn % 2].product(y) * scale
         torch.cuda.synchronize()
         assert torch.equal(bits(y), bits(it))
 

@@ -1,5 +1,5 @@
-/* Kernels of tpde/cuda/kernels as C++ for a processor: each thread of a block is a fiber, and blocks run one after the
- * other. What meets elsewhere meets here: a collective waits for all lanes of its warp, a barrier for all threads.
+/* Kernels of tpde/cuda/kernels as C++ for a processor: each thread of a block is a fiber, and clusters of blocks run one
+ * after the other. What meets elsewhere meets here: a collective waits for all lanes of its warp, a barrier for all threads.
  * Misaligned loads and threads that wait for ever end the process with a message, as do bytes that are written behind a
  * block's shared memory. Copies to shared memory come when they are waited for, not before.
  *
@@ -15,6 +15,8 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 #define MOST_THREADS 1024
+#define MOST_BLOCKS 8  // of a cluster
+#define MOST_SHARED (227u << 10)
 #define STACK (64 << 10)
 
 struct Index { unsigned x; };
@@ -33,12 +35,23 @@ struct Meeting {  // what all of a group must reach
   unsigned arrived, turn;
   unsigned long long values[2][32];  // of this turn and the one before
 };
-static ucontext_t scheduler, contexts[MOST_THREADS];
+struct Copy { unsigned to; const void *from; };
+struct Copies { unsigned count; Copy copies[32]; };
+struct Block {
+  ucontext_t contexts[MOST_THREADS];
+  bool ended[MOST_THREADS];
+  Meeting warps[MOST_THREADS / 32], all;
+  unsigned number, alive;
+  Copies pending[MOST_THREADS];
+  alignas(128) unsigned char shared[MOST_SHARED];
+};
+static ucontext_t scheduler;
 static char *stacks;
-static bool ended[MOST_THREADS];
-static unsigned alive;
 static bool moved;
-static Meeting warps[MOST_THREADS / 32], block;
+static Block blocks[MOST_BLOCKS], *here = blocks;
+
+/* Let others run. */
+static void yield() { swapcontext(&here->contexts[threadIdx.x], &scheduler); }
 
 [[noreturn]] static void fail(const char *what) {
   fprintf(stderr, "kernel, block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
@@ -53,13 +66,13 @@ static void wait(Meeting &m, unsigned members) {
     m.turn++;
     return;
   }
-  while (m.turn == turn) swapcontext(&contexts[threadIdx.x], &scheduler);
+  while (m.turn == turn) yield();
 }
 
 /* The values of all lanes of the warp. */
 static const unsigned long long *meet(unsigned mask, unsigned long long value) {
   if (mask != 0xFFFFFFFFu) fail("a collective of a part of a warp");
-  Meeting &m = warps[threadIdx.x / 32];
+  Meeting &m = here->warps[threadIdx.x / 32];
   unsigned long long *values = m.values[m.turn % 2];
   values[threadIdx.x % 32] = value;
   wait(m, 32);
@@ -67,7 +80,7 @@ static const unsigned long long *meet(unsigned mask, unsigned long long value) {
 }
 }  // namespace fibers
 
-#define __syncthreads() fibers::wait(fibers::block, fibers::alive)
+#define __syncthreads() fibers::wait(fibers::here->all, fibers::here->alive)
 #define __syncwarp() ((void)fibers::meet(0xFFFFFFFFu, 0))
 
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int other) {
@@ -134,12 +147,8 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 
 /* Instructions of window.cuh. */
 #define EMULATED
-#define DYNAMIC_SHARED unsigned char *const shared = fibers::dynamic
-#define MOST_SHARED (227u << 10)
+#define DYNAMIC_SHARED unsigned char *const shared = fibers::here->shared
 namespace fibers {
-alignas(16) static unsigned char dynamic[MOST_SHARED];
-struct Copy { unsigned to; const void *from; };
-static struct { unsigned count; Copy copies[32]; } pending[MOST_THREADS];
 struct Fragment { unsigned a[4], x[2]; };
 static Fragment fragments[MOST_THREADS];
 static float bf16(unsigned word) {
@@ -151,15 +160,15 @@ static float bf16(unsigned word) {
 }  // namespace fibers
 extern "C" unsigned shared_bytes;
 unsigned shared_bytes = 0;  // of a block
-static unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - fibers::dynamic); }
+static unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - fibers::here->shared); }
 static void copy_16(unsigned to, const void *from) {
-  auto &mine = fibers::pending[threadIdx.x];
+  auto &mine = fibers::here->pending[threadIdx.x];
   if (to % 16 || (unsigned long long)from % 16 || to + 16 > shared_bytes || mine.count == 32) fibers::fail("a wrong copy");
   mine.copies[mine.count++] = {to, from};
 }
 static void wait_for_fetched() {
-  auto &mine = fibers::pending[threadIdx.x];
-  for (unsigned i = 0; i < mine.count; i++) memcpy(fibers::dynamic + mine.copies[i].to, mine.copies[i].from, 16);
+  auto &mine = fibers::here->pending[threadIdx.x];
+  for (unsigned i = 0; i < mine.count; i++) memcpy(fibers::here->shared + mine.copies[i].to, mine.copies[i].from, 16);
   mine.count = 0;
 }
 static void trap() { fibers::fail("a trap"); }
@@ -193,6 +202,8 @@ static void mma(float *sum, unsigned a, unsigned b, unsigned c, unsigned d, unsi
   fibers::meet(0xFFFFFFFFu, 0);
 }
 
+#include "emulated_hopper.h"
+
 namespace fibers {
 typedef unsigned long long u64;
 typedef void (*Kernel)(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64);
@@ -202,43 +213,58 @@ static u64 arguments[16];
 static void begin() {
   const u64 *a = arguments;  // a kernel takes the first ones: all are addresses
   kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]);
-  ended[threadIdx.x] = true;
-  alive--;
+  here->ended[threadIdx.x] = true;
+  here->alive--;
   moved = true;
+}
+
+static void start(Block &b, unsigned number, unsigned threads, char *stacks) {
+  memset(b.warps, 0, sizeof b.warps);
+  memset(&b.all, 0, sizeof b.all);
+  memset(b.ended, 0, sizeof b.ended);
+  memset(b.pending, 0, sizeof b.pending);
+  memset(b.shared, 0xA5, sizeof b.shared);
+  b.number = number;
+  b.alive = threads;
+  for (unsigned i = 0; i < threads; i++) {
+    getcontext(&b.contexts[i]);
+    b.contexts[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
+    b.contexts[i].uc_stack.ss_size = STACK;
+    b.contexts[i].uc_link = &scheduler;
+    makecontext(&b.contexts[i], begin, 0);
+  }
+}
+
+static bool resume(Block &b, unsigned threads) {
+  here = &b;
+  blockIdx.x = b.number;
+  for (unsigned i = 0; i < threads; i++) {
+    threadIdx.x = b.number % 2 ? threads - 1 - i : i;  // no order may matter
+    if (!b.ended[threadIdx.x]) swapcontext(&scheduler, &b.contexts[threadIdx.x]);
+  }
+  return b.alive != 0;
 }
 }  // namespace fibers
 
-extern "C" void run(void *kernel, const unsigned long long *arguments, int count, unsigned grid, unsigned threads) {
+extern "C" void run(void *kernel, const unsigned long long *arguments, int count, unsigned grid, unsigned threads, unsigned cluster) {
   using namespace fibers;
-  if (!stacks) stacks = (char *)malloc((size_t)MOST_THREADS * STACK);
+  if (!stacks) stacks = (char *)malloc((size_t)MOST_BLOCKS * MOST_THREADS * STACK);
   memset(fibers::arguments, 0, sizeof fibers::arguments);
   memcpy(fibers::arguments, arguments, 8 * (size_t)count);
   fibers::kernel = (Kernel)kernel;
   blockDim.x = threads;
   gridDim.x = grid;
-  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-    memset(warps, 0, sizeof warps);
-    memset(&block, 0, sizeof block);
-    memset(ended, 0, sizeof ended);
-    memset(pending, 0, sizeof pending);
-    memset(dynamic, 0xA5, sizeof dynamic);
-    alive = threads;
-    for (unsigned i = 0; i < threads; i++) {
-      getcontext(&contexts[i]);
-      contexts[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
-      contexts[i].uc_stack.ss_size = STACK;
-      contexts[i].uc_link = &scheduler;
-      makecontext(&contexts[i], begin, 0);
+  for (unsigned first = 0; first < grid; first += cluster) {
+    begin_cluster(cluster, threads);
+    for (unsigned i = 0; i < cluster; i++) start(blocks[i], first + i, threads, stacks + (size_t)i * threads * STACK);
+    for (bool alive = true; alive;) {
+      moved = alive = false;
+      for (unsigned i = 0; i < cluster; i++) alive |= resume(blocks[i], threads);
+      if (alive && !moved && !deliver(true)) fail("all threads wait");
+      deliver(false);
     }
-    while (alive) {
-      moved = false;
-      for (unsigned i = 0; i < threads; i++) {
-        threadIdx.x = blockIdx.x % 2 ? threads - 1 - i : i;  // no order may matter
-        if (!ended[threadIdx.x]) swapcontext(&scheduler, &contexts[threadIdx.x]);
-      }
-      if (!moved) fail("all threads wait");
-    }
-    for (unsigned i = shared_bytes; i < MOST_SHARED; i++)
-      if (dynamic[i] != 0xA5) fail("bytes behind the shared memory are written");
+    for (unsigned b = 0; b < cluster; b++)
+      for (unsigned i = shared_bytes; i < MOST_SHARED; i++)
+        if (blocks[b].shared[i] != 0xA5) fail("bytes behind the shared memory are written");
   }
 }

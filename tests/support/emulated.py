@@ -49,12 +49,14 @@ def kernel_on_cpu(
     library = compiled(source, tuple(sorted(defines.items())))
     function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
 
-    def make(grid: int, block: int, shared: int, **_: Any) -> Callable[..., None]:
+    def make(
+        grid: int, block: int, shared: int, *, cluster: int = 1, early: bool = False
+    ) -> Callable[..., None]:
         def run(stream: int, *arguments: Any) -> None:
             assert stream == 0
             ctypes.c_uint.in_dll(library, "shared_bytes").value = shared
             values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
-            library.run(function, values, len(arguments), grid, block)
+            library.run(function, values, len(arguments), grid, block, cluster)
 
         return run
 

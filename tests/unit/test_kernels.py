@@ -171,14 +171,26 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
             found[how.source, tuple(how.defines.items())] = how
     grouped = [it for it in found.values() if it.grouped]
     assert {(it.rows, it.warps) for it in grouped} == (
-        {(16, 12), (16, 8), (32, 12), (32, 8), (64, 8)} if groups and columns > 384 else set()
+        {(16, 16), (16, 12), (32, 16), (32, 12), (64, 12), (64, 16), (128, 16)}
+        if groups and columns > 384
+        else set()
     )
     for how in found.values():
         if how.grouped or columns < 14336:  # those of others do not depend on how many there are
             log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
             assert_no_spills(log)
-            warps = how.warps * how.blocks + 4 * how.grouped
-            assert registers(log) * 32 * warps <= 65536
+            assert registers(log) * 32 * how.warps * how.blocks <= 65536
+
+
+@pytest.mark.parametrize("columns", [2040, 2048, 4090])
+@pytest.mark.parametrize("count", [64, 128])
+def test_wide_products_compile_without_spills(count: int, columns: int) -> None:
+    """With one or two chunks of x in registers, and with columns that fill no chunk; see above for others."""
+    ways = product_ways.products_of(sections(4096, columns), count, 227 << 10, True)
+    (how,) = (it for it in ways if it.name == "wide_product" and it.rows == count)
+    log = NVRTC.cubin(how.source, how.defines, "sm_90a")[1]
+    assert_no_spills(log)
+    assert registers(log) * 32 * how.warps <= 65536
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

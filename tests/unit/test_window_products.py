@@ -43,9 +43,11 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
         (4096, 17, "group_product", 32),
         (4096, 33, "group_product", 64),
         (14336, 16, "group_product", 16),
-        (1 << 20, 64, "group_product", 64),
-        (4096, 65, "group_product", 64),  # in two launches
-        (4096, 128, "group_product", 64),
+        (6144, 64, "group_product", 64),
+        (6400, 64, "wide_product", 64),  # x does not stay in shared memory
+        (1 << 20, 33, "wide_product", 64),
+        (4096, 65, "wide_product", 128),
+        (14336, 128, "wide_product", 128),
         (1024, 64, "product", 16),  # blocks of a cluster would have no part
     ],
 )
@@ -53,6 +55,23 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
     how = products_of(sections(4096, columns), count, H200, True)[0]
     assert (how.name, how.rows) == (name, rows)
     assert products_of(sections(4096, columns), count, H200, False)[0].name == "product"
+
+
+@pytest.mark.parametrize(
+    ("columns", "count", "names"),
+    [
+        (4096, 64, ["group 64", "wide 64", "group 32", "group 32"]),
+        (6144, 64, ["group 64", "wide 64", "group 64", "group 32", "group 32"]),
+        (14336, 64, ["wide 64", "group 64", "group 32", "group 32", "group 32"]),
+        (4096, 128, ["wide 128", "group 64", "wide 64"]),
+        (14336, 128, ["wide 128", "wide 64", "group 64"]),
+    ],
+)
+def test_others_follow(columns: int, count: int, names: list[str]) -> None:
+    """Those that take half as many rows at a time among them."""
+    ways = products_of(sections(4096, columns), count, H200, True)
+    assert [f"{it.name.split('_')[0]} {it.rows}" for it in ways if it.grouped] == names
+    assert {it.name for it in ways[len(names) :]} == {"product"}
 
 
 @pytest.mark.parametrize(
@@ -101,15 +120,28 @@ class Launches(list[tuple[Any, ...]]):
 
 def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
     shapes = [(16, 14336), (16, 28672), (32, 8192), (32, 14336), (64, 6144), (64, 6145)]
-    found = [products_of(sections(64, columns), rows, H200, True)[0].defines for rows, columns in shapes]
-    assert [it["STREAMS"] for it in found] == [0, 1, 0, 1, 0, 1]
+    found = [
+        [it.defines for it in products_of(sections(64, columns), rows, H200, True) if it.width == rows]
+        for rows, columns in shapes
+    ]
+    assert [next(it["STREAMS"] for it in ways if "STREAMS" in it) for ways in found] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_parts_of_one_or_two_chunks_keep_x_in_registers(rows: int) -> None:
+    found = []
+    for columns in (2048, 2049, 4096, 4097, 1 << 20):
+        ways = products_of(sections(64, columns), rows, H200, True)
+        found += [it.defines["OWN"] for it in ways if it.name == "wide_product" and it.rows == rows]
+    assert found == [1, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("chunks", [8, 9, 16, 17, 24, 25, 56, 112, 1000])
 def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:
     """A warp's stripes in one pass over x wait for room only where another pass makes it."""
-    ways = [it.defines for it in products_of(sections(64, 256 * chunks), rows, H200, True) if it.grouped]
+    found = products_of(sections(64, 256 * chunks), rows, H200, True)
+    ways = [it.defines for it in found if it.name == "group_product"]
     assert ways
     for it in ways:
         most = -(-chunks // 8)
@@ -124,13 +156,13 @@ def there(matrix: Window) -> DeviceWindow:
 
 def test_a_group_takes_them_all(launch_on: Any) -> None:
     found, matrix = Launches(launch_on, (9, 0)), sections(100, 14336)
-    there(matrix).product(4096, 14336, 40, 1 << 16, 128, 77, 5)
+    there(matrix).product(4096, 14336, 20, 1 << 16, 128, 77, 5)
     # Behind the stream and the matrix's eight arguments: x, its stride and rows; y, its stride, and the bias.
     assert [(it[0], it[1], *it[-6:]) for it in found] == [
-        ("group_product", 5, 4096, 14336, 40, 1 << 16, 128, 77)
+        ("group_product", 5, 4096, 14336, 20, 1 << 16, 128, 77)
     ]
     ((_, grid, threads, shared, more),) = found.made
-    assert (grid, threads, more) == (8, 384, {"cluster": 8, "early": True})  # seven stripes: one cluster
+    assert (grid, threads, more) == (8, 512, {"cluster": 8, "early": True})  # seven stripes: one cluster
     assert shared <= H200
 
 
@@ -160,10 +192,20 @@ def test_more_rows_are_decoded(capability: tuple[int, int], columns: int, most: 
     assert most_rows_of(DeviceFacts("GPU", capability, 132, H200), sections(64, columns)) == most
 
 
-def test_many_rows_take_two_launches(launch_on: Any) -> None:
+@pytest.mark.parametrize("count", [65, 100, 128])
+def test_many_rows_take_one_launch(launch_on: Any, count: int) -> None:
     found = Launches(launch_on, (9, 0))
-    there(sections(4096, 4096)).product(0, 4096, 100, 0, 4096, 0, 0)
-    assert [(it[0], it[-4]) for it in found] == [("group_product", 64), ("group_product", 36)]
+    there(sections(1000, 4096)).product(0, 4096, count, 0, 4096, 0, 0)
+    assert [(it[0], it[-4]) for it in found] == [("wide_product", count)]
+    ((_, grid, threads, shared, more),) = found.made
+    assert (grid, threads, more) == (8 * 15, 512, {"cluster": 8, "early": True})  # 16 times four stripes
+    assert shared <= H200
+
+
+def test_many_rows_where_no_cluster_has_room(launch_on: Any) -> None:
+    found = Launches(launch_on, (9, 0), clusters=0)
+    there(sections(1000, 4096)).product(0, 4096, 100, 0, 4096, 0, 0)
+    assert [(it[0], it[-4]) for it in found] == [("product", 16)] * 6 + [("product", 4)]
 
 
 def test_without_groups(launch_on: Any) -> None:
@@ -206,7 +248,7 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
 
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     there(sections(4096, 4096)).prepare()
-    assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product"}
+    assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
 
 
 def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:

@@ -1,4 +1,4 @@
-"""How products from windows may be launched, the fastest way first by what an H200 took."""
+"""How products from windows may be launched, the fastest way first by what an H200 or an H100 took."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.tuning import TunedKernels
 
-SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
+SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
 # Rows of x in one call: with more, decoding and the matrix library's product are faster. Where groups
-# multiply, 64 rows take all layers of the 8 B shape 5.2 ms on an H100; 128 that are decoded for, 15.6.
+# multiply, 128 rows take all layers of the 8 B shape some 7.5 ms on an H100; decoding for them, 15.6.
 MOST_ROWS, _WITHOUT_GROUPS = 128, 64
-KERNELS = TunedKernels((SOURCE, GROUP_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
+# What tables of the fastest ways are of.
+KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
 _FEW_ROWS = 16  # of x in one launch of `product`
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2
-WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
+CHUNK_BYTES = 5632
+WARP_BYTES = 4096 + CHUNK_BYTES  # of shared memory: a plane of escapes, and a chunk
 _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are first not copied to shared memory, but read from the cache: measured on an H200,
 # where one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
@@ -27,6 +29,16 @@ _SHARED_X = 16 << 10
 _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
+_WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
+_OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
+# Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by rows of x. On an
+# H100, 64 rows with 28672 x 4096 words, where x stays, take 72.9 us, by `group_product` 65.9; with 4096 x
+# 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.7 and
+# 71.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
+_DECODING = {64: (12, 1), 128: (8, 2)}
+_TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
+_TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
+_KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -44,7 +56,9 @@ class Product(NamedTuple):
     shared : int
         Bytes of shared memory.
     warps : int
-        Of a block, that multiply.
+        Of a block.
+    stripes : int
+        That a cluster takes at a time; 0 where there is none.
     blocks : int
         Of a multiprocessor.
     """
@@ -55,12 +69,13 @@ class Product(NamedTuple):
     defines: dict[str, int]
     shared: int
     warps: int = WARPS
+    stripes: int = 0
     blocks: int = 1
 
     @property
     def grouped(self) -> bool:
-        """Whether it is one of `group_product`."""
-        return self.source == GROUP_SOURCE
+        """Whether clusters of blocks share the columns."""
+        return self.stripes > 0
 
     @property
     def width(self) -> int:
@@ -97,9 +112,9 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
     made: list[Product] = []
     if count > 8 and groups and _has_parts(window):
-        first = next((rows for rows in _GROUPS if rows >= count), max(_GROUPS))
-        for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
-            made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
+        first = next(number for number, rows in enumerate(_WIDTHS) if rows >= count)
+        for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
+            made += _of_width(window, rows, shared_bytes)
     return made + _narrow(window, min(count, _FEW_ROWS), shared_bytes)
 
 
@@ -134,6 +149,14 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
     return [made(shared) for shared in fits if least + shared * copied <= shared_bytes]
 
 
+def _of_width(window: Window, rows: int, shared_bytes: int) -> list[Product]:
+    """By clusters, with so many rows of x at a time."""
+    made = [it for warps in _GROUPS.get(rows, ()) for it in _grouped(window, rows, warps, shared_bytes)]
+    wide = [_wide(window, rows)] if rows in _DECODING else []
+    stays = 0 if not made or made[0].defines["STREAMS"] else 1
+    return made[:stays] + [it for it in wide if it.shared <= shared_bytes] + made[stays:]
+
+
 def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
     """The blocks of a cluster share x, and the groups of warps of a block.
 
@@ -157,7 +180,19 @@ def _stages(
     shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
     room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
     defines = matrix_defines(window) | {"NB": rows, "WIDE": warps} | room
-    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps)
+
+
+def _wide(window: Window, rows: int) -> Product:
+    """Some warps decode, others multiply with x in registers: it stays where parts have one or two chunks."""
+    (decoders, held), senders = _DECODING[rows], rows // 16
+    own, sets = -(-window.stripe_chunks // PARTS), decoders // 4
+    barriers = 8 * (2 * _INBOXES + 2 * 4 * sets + held * decoders)
+    chunks = decoders * (_PLANE + held * CHUNK_BYTES)
+    shared = sets * _TILE + _INBOXES * senders * PARTS * 512 + chunks + barriers
+    room = {"NB": rows, "DECODERS": decoders, "OWN": own if own <= _KEPT else 0}
+    defines = matrix_defines(window) | room
+    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, senders + decoders, _TOGETHER)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:

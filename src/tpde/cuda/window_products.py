@@ -30,7 +30,7 @@ from tpde.errors import UnsupportedDevice
 X_AT = 16  # what addresses of rows of x are multiples of
 _DECODING = "rows", "lookup"  # kernels
 _COMPILING = 4  # kernels at a time
-_CLUSTER, _OTHER_WARPS = 8, 4  # blocks of `group_product`, and warps of a block beside those that multiply
+_CLUSTER = 8  # blocks
 
 
 class DeviceWindow:
@@ -257,9 +257,9 @@ def _launch(backend: Backend, window: Window, how: Product, device: int) -> Kern
     have, stripes = backend.facts(device), window.stripes
     early = have.capability >= (9, 0)  # kernels start while those before them end
     if how.grouped:
-        threads = 32 * (how.warps + _OTHER_WARPS)
+        threads = 32 * how.warps
         most = kernel.clusters_at_once(_CLUSTER, threads, how.shared)
-        grid = _CLUSTER * min(most, -(-stripes // how.warps))
+        grid = _CLUSTER * min(most, -(-stripes // how.stripes))
         if not grid:
             return None
         return kernel.launch(grid, threads, how.shared, cluster=_CLUSTER, early=early)

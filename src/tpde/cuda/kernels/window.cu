@@ -115,7 +115,7 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
 // y = x W^T + bias, of `n` rows of x, `x_stride` and `y_stride` words apart. Rows of x lie at multiples of 16 bytes; so
 // many words of each are read as the matrix has columns, and zeros to a multiple of 8.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+product(MATRIX, const u16* x, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
         const u16* __restrict__ bias) {
   DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;

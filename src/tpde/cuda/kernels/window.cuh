@@ -37,7 +37,7 @@ struct Matrix {
 
 // Tests that run kernels on a processor have functions of their own for these.
 #ifndef EMULATED
-#define DYNAMIC_SHARED extern __shared__ __align__(16) u8 shared[]
+#define DYNAMIC_SHARED extern __shared__ __align__(128) u8 shared[]
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -50,7 +50,8 @@ __device__ __forceinline__ void wait_for_fetched() { asm volatile("cp.async.wait
 
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Wait for the kernel before, and let the one after start.
+// Wait for the kernel before, and let the one after start. Pointers to what that one writes have no `__restrict__`: loads of
+// what is constant in a kernel need not wait, and the assembler may have them come first.
 __device__ __forceinline__ void follow() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -212,9 +213,8 @@ __device__ __forceinline__ u32 code_word(const Chunk& c, u32 i) {
   return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
 }
 
-// The 16 words that a lane has of tile j: four numbers of each half.
-__device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const uint2* escapes, u32* w) {
-  const u32 k = j / 2 * 3, x = code_word(c, k), y = code_word(c, k + 1), z = code_word(c, k + 2);
+// The 16 words that a lane has of tile j, four numbers of each half, from the code words of its pair of tiles.
+__device__ __forceinline__ void tile_of(u32 j, u32 x, u32 y, u32 z, uint4 low, const Rows& r, const uint2* escapes, u32* w) {
   u32 a, b;
   if (j % 2) {
     a = z & 0x77777777u;
@@ -223,8 +223,13 @@ __device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const
     a = x & 0x77777777u;
     b = y & 0x77777777u;
   }
-  octet(a, r.window[0], c.low[j].x, c.low[j].y, escapes[64 * j], r.add[0], w);
-  octet(b, r.window[1], c.low[j].z, c.low[j].w, escapes[64 * j + 32], r.add[1], w + 4);
+  octet(a, r.window[0], low.x, low.y, escapes[0], r.add[0], w);
+  octet(b, r.window[1], low.z, low.w, escapes[32], r.add[1], w + 4);
+}
+
+__device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const uint2* escapes, u32* w) {
+  const u32 k = j / 2 * 3;
+  tile_of(j, code_word(c, k), code_word(c, k + 1), code_word(c, k + 2), c.low[j], r, escapes + 64 * j, w);
 }
 
 // ---- sums, 9 ----

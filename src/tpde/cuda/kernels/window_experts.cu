@@ -115,8 +115,8 @@ struct Visit { u32 item, group, chunk, rows, matrix, stripe; };
 // for none, and gives zeros. Rows of x lie at multiples of 16 bytes; so many words of each are read as a matrix has columns,
 // and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const u16* __restrict__ x, u64 x_stride,
-                u32 per, const long long* __restrict__ ids, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
+experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const u16* x, u64 x_stride,
+                u32 per, const long long* ids, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
   DYNAMIC_SHARED;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = parts * rows;
   const u32 chunks = (columns + 255) / 256, sums_of_row = min(chunks, PARTS), side = WARPS / sums_of_row;
@@ -134,7 +134,7 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
   __syncthreads();
   follow();  // x and numbers are the last kernel's
   for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
-    const u64 id = (u64)__ldg(ids + i);
+    const u64 id = (u64)ids[i];
     if (id > experts) trap();
     if (id < experts) atomicAdd(ends + id, 1u);
   }
@@ -159,13 +159,13 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
-    const u64 id = (u64)__ldg(ids + i);
+    const u64 id = (u64)ids[i];
     if (id < experts) order[atomicAdd(ends + id, 1u)] = (u16)i;  // in any order: a row's sum has no other row
   }
   __syncthreads();
   if (blockIdx.x == 0 && ends[experts - 1] < count)
     for (u32 i = 0; i < count; i++)
-      if ((u64)__ldg(ids + i) >= experts)
+      if ((u64)ids[i] >= experts)
         for (u32 j = threadIdx.x; j < width; j += 32 * WARPS) y[(u64)i * width + j] = 0;
 
   // An item is a slab of an expert that is used, `side` stripes of it: this block's are every gridDim.x'th.

@@ -14,9 +14,9 @@
 // how many turns' partial sums there is room for.
 
 #include "window.cuh"
+#include "hopper.cuh"
 
-#define CLUSTER 8u         // blocks, one for each part
-#define OTHERS 4u          // warps that do not multiply
+#define OTHERS 4u  // warps that do not multiply
 #define ALL_WARPS (WIDE + OTHERS)
 #define TILES (NB / 8u)
 #define SUMS 512u                       // bytes of a part's sums of a stripe and eight rows of x
@@ -33,63 +33,15 @@
 
 // ---- barriers ----
 
-__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// The same address in another block of the cluster.
-__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
-
-__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-// Arrive, and have the barrier wait for so many bytes.
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_on(u32 barrier, u32 parity) {
-  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
-               :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void arrive_at(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
+// In another block, after all that this thread has done.
+__device__ __forceinline__ void release_in(u32 barrier, u32 rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
 }
 
 template <int NUMBER, int THREADS>
 __device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "n"(THREADS) : "memory"); }
 
-// Nobody relies on what was stored before: barriers and copies order that.
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-// What this thread did in shared memory comes before what copies and wgmma do there.
-__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // ---- copies ----
-
-// Copy a chunk to shared memory, meanwhile, and tell a barrier.
-__device__ __forceinline__ void bring(u32 to, u32 barrier, const Matrix& m, u32 stripe, u32 chunk, u32 lane) {
-  if (lane) return;
-  const u32 bytes = PAIR_BYTES * pairs_of(m, chunk);
-  expect(barrier, bytes);
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(body_of(m, stripe, chunk)), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// Store 16 bytes in another block, meanwhile, and tell a barrier there.
-__device__ __forceinline__ void send(u32 to, u32 barrier, const float* v) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-               :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
-}
 
 // Rows of x, where they lie, and how many columns can be read.
 struct X {
@@ -147,60 +99,38 @@ __device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
-#elif NB == 64
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+#else
+  wgmma_64(d, a, b, c, e, x);
 #endif
 }
 
-// Where x lies: columns 8 to 15 are X_STEP after 0 to 7, eight rows 128 bytes after eight others.
-__device__ __forceinline__ u64 descriptor(u32 at) {
-  return (u64)(at >> 4 & 0x3FFF) | (u64)(X_STEP >> 4) << 16 | (u64)(128 >> 4) << 32;
-}
-
-__device__ __forceinline__ void registers_are_set() { asm volatile("wgmma.fence.sync.aligned;"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;"); }
-
-// Wait until so many groups of products are left that are not added up.
-template <int LEFT>
-__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT)); }
-
 // As `product` of window.cu.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
-group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
               const u16* __restrict__ bias) {
-  extern __shared__ __align__(128) u8 group_shared[];
+  DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
   const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
-  u32 part;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(part));
+  const u32 part = rank_in_cluster();
   // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes WIDE stripes, the first one from `start`
   // on; EACH turns are a round, which passes over x once.
   const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
   const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
   const u32 turns = (stripes - start + step - 1) / step;
-  u8* const xs = group_shared;             // [STAGES] chunks of x
+  u8* const xs = shared;                   // [STAGES] chunks of x
   u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][PARTS] partial sums that this block adds up, 16 bytes a lane
   u8* const planes = inbox + INBOXES * INBOX;  // [WIDE] planes of escapes, and chunks
   u8 *const plane = planes + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
   // Barriers: an inbox is full, all have read theirs, a warp's chunk has come, a stage is filled, nobody reads it.
-  const u32 full = address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8 * INBOXES;
+  const u32 full = shared_address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8 * INBOXES;
   const u32 come = read + 8 * INBOXES + 8 * warp, filled = read + 8 * (INBOXES + WIDE), emptied = filled + 8 * STAGES;
   const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
     for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
   }
   Entries coming = {0, 0, 0, 0};
@@ -223,13 +153,13 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
 #pragma unroll
     for (u32 h = 0; h < EACH; h++) ahead[h] = records_of(m, stripe_of(h), lane);
     coming = load_entries(m, range_of(m, stripe_of(0), part), lane);
-    bring(address(held), come, m, stripe_of(0), part, lane);
+    bring(shared_address(held), come, m, stripe_of(0), part, lane);
     advance();
     if (next_round < turns) after = range_ahead();
   }
   arrive();
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_last();  // x is the last kernel's; the weights are not
+  follow_early();
   const u32 pieces = min(own, STAGES) * NB;
 #pragma unroll 1
   for (u32 first = warp; first < pieces; first += PIECES * ALL_WARPS) {
@@ -240,7 +170,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   wait_for_cluster();  // all have their barriers
   __syncthreads();
   if (warp >= WIDE) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OTHER_REGISTERS));
+    take_registers<OTHER_REGISTERS, false>();
     const u32 thread = threadIdx.x - 32 * WIDE;
     // Add up a turn's partial sums, and store y.
     const auto end = [&](u32 turn) {
@@ -268,7 +198,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
       meet<1, 32 * OTHERS>();
       if (thread == 0) expect(full + 8 * box, INBOX);
       __syncwarp();
-      if (thread < CLUSTER) arrive_in(read + 8 * box, thread);
+      if (thread < CLUSTER) release_in(read + 8 * box, thread);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
@@ -294,7 +224,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
     for (u32 turn = 0; turn < turns; turn++) end(turn);
 #endif
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+    take_registers<REGISTERS, true>();
     const uint2* const escapes = (const uint2*)plane + lane;
     u32 parity = 0;
 #if STREAMS
@@ -318,7 +248,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
 #else
         const u32 stage = i;
 #endif
-        const u32 at = address(xs + stage * X_CHUNK);
+        const u32 at = shared_address(xs + stage * X_CHUNK);
 #pragma unroll
         for (u32 h = 0; h < EACH; h++) {
           if (h && round + h >= turns) break;
@@ -332,7 +262,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
           __syncwarp();
           if (next_round < turns) {
             coming = load_entries(m, after, lane);
-            bring(address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);
+            bring(shared_address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);
             advance();
             if (next_round < turns) after = range_ahead();
           }
@@ -349,7 +279,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
             registers_are_set();
 #pragma unroll
             for (u32 j = 0; j < DEPTH; j++) {
-              const u64 there = descriptor(at + (first + j) * X_TILE);
+              const u64 there = descriptor(at + (first + j) * X_TILE, X_STEP);
               wgmma(sum[h], w[j][0], w[j][4], w[j][1], w[j][5], there);
               wgmma(sum[h], w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
             }
@@ -364,10 +294,10 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
       wait_for_products<0>();
 #pragma unroll
       for (u32 h = 0; h < EACH; h++) {
-        const u32 turn = round + h, box = turn % INBOXES, to = address(inbox) + box * INBOX + part * SUMS + 16 * lane;
+        const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + part * SUMS + 16 * lane;
         if (turn >= turns) break;
 #pragma unroll
-        for (u32 t = 0; t < TILES * 4; t++) asm volatile("" : "+f"(sum[h][t]) :: "memory");  // they are read below, not above
+        for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[h][t]);  // they are read below, not above
         if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
 #pragma unroll
         for (u32 t = 0; t < TILES; t++) {

@@ -1,0 +1,137 @@
+// hopper.cuh: instructions of Hopper GPUs: clusters, barriers in shared memory, copies that tell them, and `wgmma`.
+
+#define CLUSTER 8u  // blocks, one for each part
+
+// Tests that run kernels on a processor have functions of their own for these.
+#ifndef EMULATED
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The same address in another block of the cluster.
+__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
+
+// ---- barriers ----
+
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrive, and have the barrier wait for so many bytes.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_on(u32 barrier, u32 parity) {
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+               :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// In another block, whatever this thread has stored: a fence would wait for y.
+__device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
+}
+
+// Nobody relies on what was stored before: barriers and copies order that.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// What this thread did in shared memory comes before what copies and wgmma do there.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The kernel after this one may start.
+__device__ __forceinline__ void follow_early() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Wait for the kernel before this one, and load what it has written (see `follow`).
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ uint4 load_16(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+// Have so many registers from now on, more or less of them: all four warps of a group do.
+template <int COUNT, bool MORE>
+__device__ __forceinline__ void take_registers() {
+  if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- copies ----
+
+// Copy bytes to shared memory, meanwhile, and tell a barrier.
+__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Store 16 bytes in another block, meanwhile, and tell a barrier there.
+__device__ __forceinline__ void send(u32 to, u32 barrier, const float* v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
+}
+
+// Store four blocks of 8 x 8 words; lane 8 i + j says where row j of block i goes.
+__device__ __forceinline__ void store_blocks(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// ---- products ----
+
+// d += A B, of 64 rows by 16 columns by 64: a lane has four words of A, and of d what it has with mma.m16n8k16.
+__device__ __forceinline__ void wgmma_64(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+}
+
+__device__ __forceinline__ void registers_are_set() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until so many groups of products are left that are not added up.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// What the compiler does not know: a zero, which is there after what is written before this; any number; a number that was
+// made before what follows.
+__device__ __forceinline__ u32 zero_later() {
+  u32 zero;
+  asm volatile("{ .reg .u32 lanes; activemask.b32 lanes; shr.u32 lanes, lanes, 31; xor.b32 %0, lanes, 1; }" : "=r"(zero) :: "memory");
+  return zero;
+}
+__device__ __forceinline__ void forget(u32& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep_register(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
+#endif
+
+// Where B lies: columns 8 to 15 are `step` bytes after 0 to 7, eight rows 128 bytes after eight others.
+__device__ __forceinline__ u64 descriptor(u32 at, u32 step) {
+  return (u64)(at >> 4 & 0x3FFF) | (u64)(step >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+
+// Copy a chunk to shared memory, meanwhile, and tell a barrier.
+__device__ __forceinline__ void bring(u32 to, u32 barrier, const Matrix& m, u32 stripe, u32 chunk, u32 lane) {
+  if (lane) return;
+  const u32 bytes = PAIR_BYTES * pairs_of(m, chunk);
+  expect(barrier, bytes);
+  copy_bulk(to, body_of(m, stripe, chunk), bytes, barrier);
+}
