@@ -196,6 +196,32 @@ def _packed(plain: Path) -> Path:
     return plain.with_name(f"{plain.name}-packed")
 
 
+def _turns(ways: list[str], beside: int) -> Iterator[list[tuple[str, str | None]]]:
+    """Ways that run at a time, each with its GPU; none where one runs, which takes what it finds."""
+    if beside == 1:
+        yield from ([(way, None)] for way in ways)
+        return
+    import torch
+
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = said.split(",") if said else [f"{i}" for i in range(torch.cuda.device_count())]
+    if not 0 < beside <= len(gpus):
+        raise SystemExit(f"`--beside {beside}` needs as many GPUs, {len(gpus)} are there")
+    for first in range(0, len(ways), beside):
+        some = ways[first : first + beside]
+        yield list(zip(some, gpus[: len(some)], strict=True))
+
+
+def _at_a_time(works: list[Callable[[], None]]) -> None:
+    """The first in this thread, so that Ctrl-C reaches it, others beside it."""
+    others = [threading.Thread(target=it, daemon=True) for it in works[1:]]
+    for it in others:
+        it.start()
+    works[0]()
+    for it in others:
+        it.join()
+
+
 def served(way: str, plain: Path, log: Path, environment: dict[str, str], options: argparse.Namespace) -> Row:
     """What one way does, in processes of its own."""
     _, more, of_packed = WAYS[way]
