@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +22,20 @@ from benchmarks.serve.log import Log
 READY_SECONDS = 1800
 
 
+_ports: set[int] = set()
+_lock = threading.Lock()
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return int(it.getsockname()[1])
+    """A port that nobody listens on, and that this process did not give before."""
+    with _lock:
+        while True:
+            with socket.socket() as it:
+                it.bind(("127.0.0.1", 0))
+                port = int(it.getsockname()[1])
+            if port not in _ports:
+                _ports.add(port)
+                return port
 
 
 class Server:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tpde.cuda.tuning import Choices, Shape
     from tpde.weights.product_timing import Timed
 
-ROWS = "1,2,4,8,16,32,64"
+ROWS = "1,2,4,8,16,32,64,128"
 _ON_A_GPU = "run it on the machine whose GPU is to be tuned"
 
 
