@@ -196,7 +196,7 @@ def _packed(plain: Path) -> Path:
     return plain.with_name(f"{plain.name}-packed")
 
 
-def _turns(ways: list[str], beside: int) -> Iterator[list[tuple[str, str | None]]]:
+def turns(ways: list[str], beside: int) -> Iterator[list[tuple[str, str | None]]]:
     """Ways that run at a time, each with its GPU; none where one runs, which takes what it finds."""
     if beside == 1:
         yield from ([(way, None)] for way in ways)
@@ -265,7 +265,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 traceback.print_exc()
                 done[way] = {"problem": str(error)[:160]}
 
-        for some in _turns(options.ways, options.beside):
+        for some in turns(options.ways, options.beside):
             _at_a_time([partial(serve, *it) for it in some])
             rows = {way: done[way] for way in options.ways if way in done}
             page.clear()

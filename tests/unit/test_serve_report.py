@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.report import Page
-from benchmarks.serve import judge, report
+from benchmarks.serve import judge, report, turns
 from benchmarks.serve.models import make, shapes_of
 
 
@@ -53,7 +53,19 @@ def test_sizes() -> None:
 
 def test_bars() -> None:
     page = Page("Serving", {})
-    judge(page, row(120), row(100), [1, 8])
-    assert [met for _, met in page.bars] == [False, True, True]
-    judge(page, {"problem": "no"}, row(100), [1])
-    assert len(page.bars) == 3, "what was not measured meets no bar"
+    plain, ours, packed = row(100) | {"read": "4.0"}, row(120) | {"read": "5.0"}, row(120) | {"read": "3.0"}
+    judge(page, {"bf16": plain, "tpde": ours}, [1, 8])
+    assert [met for _, met in page.bars] == [False, True, True, False]  # speeds, first token, loading
+    judge(page, {"bf16": plain, "tpde": {"problem": "no"}, "tpde-packed": packed}, [1])
+    assert [met for _, met in page.bars[4:]] == [True], "what was not measured meets no bar"
+
+
+def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways take the GPUs that the caller named."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    ways = ["bf16", "fp8", "tpde"]
+    assert list(turns(ways, 2)) == [[("bf16", "4"), ("fp8", "7")], [("tpde", "4")]]
+    assert list(turns(ways, 1)) == [[(way, None)] for way in ways]
+    for beside in (0, 3):
+        with pytest.raises(SystemExit, match="needs as many GPUs, 2 are there"):
+            list(turns(ways, beside))
