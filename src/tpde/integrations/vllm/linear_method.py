@@ -57,9 +57,11 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return
         weight: Tensor = layer.weight
         layer.tpde_width = weight.shape[0]
+        offloaded = internals.is_offloaded(weight)
         packed = hold(self._report, weight.detach().contiguous(), self._name)
-        if packed is not None and internals.is_offloaded(weight):
-            self._report.on_host(weight.nbytes, packed.packed_bytes)
+        if offloaded:
+            self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
+        if packed is not None and offloaded:
             layer.__dict__["tpde"] = OffloadedWeight(layer, packed, self._plain)
         else:
             layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
