@@ -190,7 +190,7 @@ class Windowed(WindowSource):
             return self._made()
 
     def _made(self) -> Tensor:
-        # A step with many rows comes here for each layer, and the host is no faster than the device.
+        # A step with many rows comes here for each layer, and each microsecond of Python delays its launch.
         made = torch.empty((self._rows, self._columns), dtype=self.kind, device=self._device)
         if self._there is None:
             self.decode_into(made.view(-1).view(torch.uint8))
