@@ -21,7 +21,7 @@ from support.pretended import on_cpu, pretended  # noqa: F401
 from tpde.cli.tune import merged, render, shapes_of
 from tpde.codec.windows import sections
 from tpde.cuda import tuning
-from tpde.cuda.product_ways import KERNELS, products_of
+from tpde.cuda.product_ways import KERNELS, ways_of
 from tpde.errors import InvalidInput
 from tpde.weights import product_timing
 from tpde.weights.product_timing import Timed
@@ -73,7 +73,7 @@ def test_times_as_json(card: Path) -> None:
     found = json.loads(made.stdout)
     assert (found["device"], found["path"]) == (CPU.name, str(card))
     (product,) = found["products"]
-    labels = [it.label for it in products_of(sections(40, 300), 3, CPU.shared_bytes, False)]
+    labels = [it.label for it in ways_of(CPU, sections(40, 300), 3)]
     assert (product["shape"], product["rows"], product["default"]) == ([40, 300], 3, labels[0])
     assert [*product["seconds"]] == labels
     assert all(it > 0 for it in product["seconds"].values())

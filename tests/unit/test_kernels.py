@@ -34,6 +34,7 @@ from tpde.cuda import (
     window_encode,
     window_experts,
 )
+from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.compile import Cubins, Nvrtc
 from tpde.errors import CompileError, MissingDependency
 
@@ -60,6 +61,7 @@ KINDS = {
 PIECES = {"F32": 8, "F64": 8}
 # Weights whose blobs, as the packer writes them, tell how large tables and coded planes are.
 LAYOUTS = ("BF16", "BF16 small", "F16", "F32", "BF16 in F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
+HOPPER = DeviceFacts("H100", (9, 0), 132, 227 << 10)
 NVRTC = Nvrtc()
 
 
@@ -162,8 +164,9 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
     found, groups = {}, arch == "sm_90"
+    have = DeviceFacts(arch, (9, 0) if groups else (8, 0), 132, least)
     for count in range(1, product_ways.MOST_ROWS + 1):
-        ways = product_ways.products_of(matrix, count, least, groups)
+        ways = product_ways.ways_of(have, matrix, count)
         assert ways
         for how in ways:
             assert how.shared <= least
@@ -186,7 +189,7 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
 @pytest.mark.parametrize("count", [64, 128])
 def test_wide_products_compile_without_spills(count: int, columns: int) -> None:
     """With one or two chunks of x in registers, and with columns that fill no chunk; see above for others."""
-    ways = product_ways.products_of(sections(4096, columns), count, 227 << 10, True)
+    ways = product_ways.ways_of(HOPPER, sections(4096, columns), count)
     (how,) = (it for it in ways if it.name == "wide_product" and it.rows == count)
     log = NVRTC.cubin(how.source, how.defines, "sm_90a")[1]
     assert_no_spills(log)

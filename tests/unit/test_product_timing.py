@@ -14,7 +14,7 @@ from support.models import torch
 from support.pretended import on_cpu, pretended  # noqa: F401
 
 from tpde.codec.windows import sections
-from tpde.cuda.product_ways import products_of
+from tpde.cuda.product_ways import ways_of
 from tpde.errors import OutOfMemory
 from tpde.weights import product_timing
 from tpde.weights.product_timing import RUNS, Timed, on_gpu, time_products
@@ -52,7 +52,7 @@ class Clock:
 def test_every_way_is_timed_in_turns() -> None:
     clock = Clock(6.0, 3.0)
     (timed,) = time_products(SHAPE, [3], DEVICE, clock)
-    ways = products_of(sections(*SHAPE), 3, CPU.shared_bytes, False)
+    ways = ways_of(CPU, sections(*SHAPE), 3)
     assert (timed.rows, timed.columns, timed.x_rows) == (*SHAPE, 3)
     assert [*timed.seconds] == [it.label for it in ways]
     assert len(ways) == 2

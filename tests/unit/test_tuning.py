@@ -86,6 +86,8 @@ def test_ways_of_a_product_have_labels_of_their_own(made: Made) -> None:
     assert [it.label for it in made.default(1)] == [
         "product NB=8 SHARED=0 BLOCKS=2",
         "product NB=8 SHARED=1 BLOCKS=2",
+        "group_product NB=16 WIDE=12 EACH=1 STAGES=4 STREAMS=0 INBOXES=2",
+        "group_product NB=16 WIDE=8 EACH=1 STAGES=4 STREAMS=0 INBOXES=2",
     ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from support.emulated import kernel_on_cpu
 
 from tpde.codec import window_plan, windows
+from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import (
     CHUNK_BYTES,
     SOURCE,
@@ -16,15 +17,16 @@ from tpde.cuda.product_ways import (
     WARPS,
     Product,
     matrix_defines,
-    products_of,
+    ways_of,
 )
 
 CLUSTER, AT = 8, 128
+HOPPER = DeviceFacts("H100", (9, 0), 132, 227 << 10)
 
 
 def wide(window: windows.Window, rows: int) -> Product:
     """The way that takes so many rows of x."""
-    ways = products_of(window, rows, 227 << 10, True)
+    ways = ways_of(HOPPER, window, rows)
     return next(it for it in ways if it.name == "wide_product" and it.rows == rows)
 
 

@@ -11,11 +11,16 @@ from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, products_of
+from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10
+
+
+def device(shared: int, groups: bool) -> DeviceFacts:
+    """One whose blocks have so many bytes, and whose groups of warps can multiply or not."""
+    return DeviceFacts("H200", (9, 0) if groups else (8, 9), 132, shared)
 
 
 @pytest.mark.parametrize("columns", [8, 384, 1792, 2048, 4096, 4160, 8192, 14336, 28672, 1 << 20])
@@ -24,7 +29,7 @@ H200, ADA = 227 << 10, 99 << 10
 def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
     matrix = sections(4096, columns)
     for count in range(1, MOST_ROWS + 1):
-        ways = products_of(matrix, count, shared, groups)
+        ways = ways_of(device(shared, groups), matrix, count)
         assert ways
         for how in ways:
             assert how.shared <= shared
@@ -52,9 +57,26 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
     ],
 )
 def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
-    how = products_of(sections(4096, columns), count, H200, True)[0]
+    how = ways_of(device(H200, True), sections(4096, columns), count)[0]
     assert (how.name, how.rows) == (name, rows)
-    assert products_of(sections(4096, columns), count, H200, False)[0].name == "product"
+    assert ways_of(device(H200, False), sections(4096, columns), count)[0].name == "product"
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "name"),
+    [
+        (5120, 1, "group_product"),  # 320 stripes, 264 blocks at a time
+        (6144, 4, "product"),  # 384
+        (6144, 5, "group_product"),
+        (8192, 8, "product"),  # 512: two full turns, but for 16 blocks
+        (4096, 8, "product"),  # one turn
+        (1024, 1, "product"),
+    ],
+)
+def test_groups_take_few_rows_where_blocks_would_idle(rows: int, count: int, name: str) -> None:
+    ways = ways_of(device(H200, True), sections(rows, 4096), count)
+    assert ways[0].name == name
+    assert {it.name for it in ways} == {"product", "group_product"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +91,7 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
 )
 def test_others_follow(columns: int, count: int, names: list[str]) -> None:
     """Those that take half as many rows at a time among them."""
-    ways = products_of(sections(4096, columns), count, H200, True)
+    ways = ways_of(device(H200, True), sections(4096, columns), count)
     assert [f"{it.name.split('_')[0]} {it.rows}" for it in ways if it.grouped] == names
     assert {it.name for it in ways[len(names) :]} == {"product"}
 
@@ -90,7 +112,7 @@ def test_others_follow(columns: int, count: int, names: list[str]) -> None:
 def test_x_is_copied_or_not_where_there_is_room(
     columns: int, count: int, shared: int, copies: list[int]
 ) -> None:
-    ways = products_of(sections(4096, columns), count, shared, False)
+    ways = ways_of(device(shared, False), sections(4096, columns), count)
     assert [it.defines["SHARED"] for it in ways] == copies
     assert all(it.shared <= shared for it in ways)
 
@@ -98,7 +120,7 @@ def test_x_is_copied_or_not_where_there_is_room(
 @pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])
 def test_other_numbers_of_rows_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="1 to 128"):
-        products_of(sections(32, 64), count, ADA, True)
+        ways_of(device(ADA, True), sections(32, 64), count)
 
 
 class Launches(list[tuple[Any, ...]]):
@@ -121,7 +143,7 @@ class Launches(list[tuple[Any, ...]]):
 def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
     shapes = [(16, 14336), (16, 28672), (32, 8192), (32, 14336), (64, 6144), (64, 6145)]
     found = [
-        [it.defines for it in products_of(sections(64, columns), rows, H200, True) if it.width == rows]
+        [it.defines for it in ways_of(device(H200, True), sections(64, columns), rows) if it.width == rows]
         for rows, columns in shapes
     ]
     assert [next(it["STREAMS"] for it in ways if "STREAMS" in it) for ways in found] == [0, 1, 0, 1, 0, 1]
@@ -131,7 +153,7 @@ def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
 def test_parts_of_one_or_two_chunks_keep_x_in_registers(rows: int) -> None:
     found = []
     for columns in (2048, 2049, 4096, 4097, 1 << 20):
-        ways = products_of(sections(64, columns), rows, H200, True)
+        ways = ways_of(device(H200, True), sections(64, columns), rows)
         found += [it.defines["OWN"] for it in ways if it.name == "wide_product" and it.rows == rows]
     assert found == [1, 2, 2, 0, 0]
 
@@ -140,7 +162,7 @@ def test_parts_of_one_or_two_chunks_keep_x_in_registers(rows: int) -> None:
 @pytest.mark.parametrize("chunks", [8, 9, 16, 17, 24, 25, 56, 112, 1000])
 def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:
     """A warp's stripes in one pass over x wait for room only where another pass makes it."""
-    found = products_of(sections(64, 256 * chunks), rows, H200, True)
+    found = ways_of(device(H200, True), sections(64, 256 * chunks), rows)
     ways = [it.defines for it in found if it.name == "group_product"]
     assert ways
     for it in ways:

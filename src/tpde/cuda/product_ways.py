@@ -39,6 +39,11 @@ _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
 _KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
+# Up to so many rows, `product` is first if its blocks are busy in this share of their turns at least. With one
+# row of x an H100 takes 73.7 us for 5120 x 25600 words, where the share is 0.61, by groups 65.4; for 6144 x
+# 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0 and 16.1 us there, and 35.9 and 35.9 where the share is 0.97
+# (8192 x 8192).
+_FILLED = (4, 0.7), (8, 0.95)
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -89,19 +94,17 @@ class Product(NamedTuple):
         return " ".join([self.name, *own])
 
 
-def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> list[Product]:
-    """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
+def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
+    """How a product may be launched on a device, the fastest first. Results do not depend on it.
 
     Parameters
     ----------
+    have : DeviceFacts
+        Of the device.
     window : Window
         The matrix.
     count : int
         Rows of x. Some ways take fewer at a time.
-    shared_bytes : int
-        What a block may have at most.
-    groups : bool
-        Whether groups of warps can multiply: the device has `wgmma`.
 
     Raises
     ------
@@ -111,11 +114,14 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
     if not 1 <= count <= MOST_ROWS:
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
     made: list[Product] = []
-    if count > 8 and groups and _has_parts(window):
+    if have.capability == _WGMMA and _has_parts(window):
         first = next(number for number, rows in enumerate(_WIDTHS) if rows >= count)
         for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
-            made += _of_width(window, rows, shared_bytes)
-    return made + _narrow(window, min(count, _FEW_ROWS), shared_bytes)
+            made += _of_width(window, rows, have.shared_bytes)
+    alone = _narrow(window, min(count, _FEW_ROWS), have.shared_bytes)
+    filled = next((least for most, least in _FILLED if count <= most), None)
+    few = filled is not None and _share_of_turns(have, window) >= filled
+    return alone + made if few else made + alone
 
 
 def most_rows_of(have: DeviceFacts, window: Window) -> int:
@@ -123,9 +129,11 @@ def most_rows_of(have: DeviceFacts, window: Window) -> int:
     return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS
 
 
-def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
-    """How a product may be launched on a device, as it is without a table first: see `products_of`."""
-    return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
+def _share_of_turns(have: DeviceFacts, window: Window) -> float:
+    """In what share of their turns all blocks of `product` are busy; 1 if there is but one turn."""
+    at_once = 2 * have.multiprocessors * (WARPS // min(window.stripe_chunks, PARTS))
+    turns = -(-window.stripes // at_once)
+    return window.stripes / (turns * at_once) if turns > 1 else 1.0
 
 
 def _has_parts(window: Window) -> bool:

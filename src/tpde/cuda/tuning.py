@@ -84,7 +84,7 @@ class WayTable:
         """
         ways, measured = ways_of(count), self._choices.get(shape, {})
         near = min((it for it in measured if it >= count), default=None)
-        if near is None or (near != count and _width(ways_of(near)) != _width(ways)):
+        if near is None or (near != count and _widths(ways_of(near)) != _widths(ways)):
             return ways
         first = [it for it in ways if it.label == measured[near]]
         if not first:
@@ -101,8 +101,8 @@ class WayTable:
             )
 
 
-def _width(ways: Sequence[Way]) -> int:
-    return max(it.width for it in ways)
+def _widths(ways: Sequence[Way]) -> set[int]:
+    return {it.width for it in ways}
 
 
 def _warn(message: str) -> None:
