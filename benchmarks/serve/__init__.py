@@ -63,6 +63,7 @@ def measure(way: str, server: Server | Engine | Latency, model: Path, options: a
     }
     if found["weights"] == "-":
         found["weights"] = server.log.figure(r"weights take ([\d.]+ MiB)")
+    note(f"{way}: {server.log.figure(r'(weights take .*|[Mm]odel loading took .*)')}")
     return found
 
 
