@@ -3,13 +3,14 @@
 It starts in half the time, and leaves out what HTTP and tokenizing cost. `python -m benchmarks.serve.offline
 MODEL [options of vLLM]` answers each line of its input by a line of JSON after `ANSWER`. A line is a JSON
 list: what is asked, `speed` or `tokens`, how many requests are run at a time, how many tokens a prompt has
-and are generated, and how many requests there are.
+and are generated, and how many requests there are; or `perplexity`, and the path of a text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -22,6 +23,15 @@ from typing import Any
 from benchmarks.serve.log import Log
 
 ANSWER = "ANSWER "
+WINDOW = 512  # tokens of a text that are read together, or as many as the model allows
+# Rows of a step when a text is read: as many as every GPU multiplies straight from packed weights. More would
+# be multiplied by vLLM's kernels, and say nothing of the fused ones.
+STEP = 64
+READING = [
+    *("--max-num-batched-tokens", f"{STEP}", "--max-num-seqs", f"{STEP}"),
+    *("--max-model-len", "auto"),  # whatever the model and the memory allow
+]
+TOGETHER = 64  # windows that are asked for at a time: what is known of each token is large
 
 
 class Engine:
@@ -68,6 +78,10 @@ class Engine:
         """What is generated for as many prompts, of up to so many tokens, with so many at a time."""
         return list(self._ask("tokens", concurrent, *lengths, requests))
 
+    def perplexity(self, text: Path) -> dict[str, Any]:
+        """Logarithms of the probabilities of a text's tokens: their number, and their sum in each window."""
+        return dict(self._ask("perplexity", str(text.resolve())))
+
     def _ask(self, *what: str | int) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
@@ -84,10 +98,10 @@ class Engine:
         self._process.wait()
 
 
-def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+def _generate(llm: Any, prompts: list[list[int]], tokens: int, **more: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
     return list(llm.generate([{"prompt_token_ids": it} for it in prompts], how, use_tqdm=False))
 
 
@@ -110,8 +124,6 @@ def _speed(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) -
     steps = [(it.last_token_ts - it.first_token_ts) / max(it.num_generation_tokens - 1, 1) for it in found]
     apart = 1000 * statistics.mean(steps)
     return {
-        "completed": len(found),
-        "failed": 0,
         "output_throughput": len(found) * tokens / seconds,
         "mean_ttft_ms": 1000 * statistics.mean(it.first_token_latency for it in found),
         "mean_itl_ms": apart,
@@ -130,6 +142,32 @@ def _tokens(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) 
     return found
 
 
+def windows_of(ids: list[int], most: int) -> list[list[int]]:
+    """Tokens of a text in windows that do not overlap; the last may be shorter, and has two at least."""
+    if len(ids) < 2:
+        raise ValueError("the text has less than two tokens")
+    return [ids[at : at + most] for at in range(0, len(ids) - 1, most)]
+
+
+def _perplexity(llm: Any, text: str) -> dict[str, Any]:
+    """The first token of a window is not predicted."""
+    config = llm.llm_engine.vllm_config
+    window = min(WINDOW, config.model_config.max_model_len - 1)  # one more is generated
+    prompts = windows_of(llm.get_tokenizer().encode(Path(text).read_text("utf-8")), window)
+    sums, tokens = [], 0
+    for first in range(0, len(prompts), TOGETHER):
+        for done in _generate(llm, prompts[first : first + TOGETHER], 1, prompt_logprobs=0):
+            said = zip(done.prompt_token_ids[1:], done.prompt_logprobs[1:], strict=True)
+            each = [known[token].logprob for token, known in said]
+            sums.append(math.fsum(each))
+            tokens += len(each)
+    step = config.scheduler_config.max_num_batched_tokens
+    return {"tokens": tokens, "window": window, "step": step, "sums": sums}
+
+
+ANSWERS = {"speed": _speed, "tokens": _tokens, "perplexity": _perplexity}
+
+
 def main() -> None:
     """Answer what comes."""
     from vllm import LLM
@@ -142,8 +180,8 @@ def main() -> None:
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(given))
     print(ANSWER + "0", flush=True)
     for line in sys.stdin:
-        what, *numbers = json.loads(line)
-        print(ANSWER + json.dumps({"speed": _speed, "tokens": _tokens}[what](llm, *numbers)), flush=True)
+        what, *given = json.loads(line)
+        print(ANSWER + json.dumps(ANSWERS[what](llm, *given)), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import note
+from benchmarks.serve.commands import bench
 from benchmarks.serve.log import Log
 
 READY_SECONDS = 1800
@@ -88,19 +87,11 @@ class Server:
             *("--num-warmups", str(min(concurrent, 8)), "--save-result", "--result-dir", str(out.parent)),
             *("--result-filename", out.name, "--temperature", "0"),
         ]
-        # The command `vllm bench serve` runs this; not every distribution of vLLM has a working command.
-        code = (
-            "from vllm.utils.argparse_utils import FlexibleArgumentParser as P\n"
-            "from vllm.benchmarks.serve import add_cli_args, main\n"
-            "p = P(); add_cli_args(p); main(p.parse_args())"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, *given], capture_output=True, text=True, check=False
-        )
-        if done.returncode or not out.exists():
-            note(done.stderr[-2000:])
-            raise RuntimeError(done.stderr.strip().splitlines()[-1][:160] if done.stderr else "no result")
-        return dict(json.loads(out.read_text()))
+        log = Log(self.log.path.with_suffix(".bench.log"))
+        found = bench("serve", given, out, log, {})
+        if found["completed"] < requests:
+            raise RuntimeError(f"{found['failed']} of {requests} requests failed")
+        return found
 
     def close(self) -> None:
         """End it and its workers."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.report import Page
-from benchmarks.serve import judge, report, turns
-from benchmarks.serve.models import make, shapes_of
+from benchmarks.serve import check, model_of, options, served, turns
+from benchmarks.serve.models import make, shapes_of, sizes_of
+from benchmarks.serve.offline import windows_of
+from benchmarks.serve.tables import judge, perplexities, perplexity, report, units
 
 
 def row(speed: float) -> dict[str, Any]:
     figures = {"output_throughput": speed, "mean_ttft_ms": 9, "mean_itl_ms": 3, "mean_tpot_ms": 4}
-    return {"load_s": 12.3, "kv": "1,024", "weights": "3.0 MiB", "1": figures, "8": figures}
+    return {"start": "12.3", "kv": "1,024", "weights": "3.0 MiB", "1": figures, "8": figures}
 
 
 def test_tables() -> None:
@@ -26,29 +31,47 @@ def test_tables() -> None:
     assert text.count("| Glyd ") == 1  # with its reason alone
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
-def test_made_models_are_what_transformers_expects(shape: str, tmp_path: Path) -> None:
+def test_tables_of_latency() -> None:
+    """They have what was measured, and no other figures."""
+    page = Page("Serving", {})
+    rows = {way: {"start": "-", "1": {"latency_ms": ms}} for way, ms in {"bf16": 20.0, "tpde": 16.0}.items()}
+    report(page, rows, [1], (32, 16))
+    text = page.markdown()
+    assert "16.0 (0.80)" in text
+    assert "bench latency" in text
+    assert "first token" not in text
+
+
+@pytest.mark.parametrize(("shape", "layers"), [("tiny", None), ("tiny", 3), ("tiny-experts", 1)])
+def test_made_models_are_what_transformers_expects(shape: str, layers: int | None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    total = make(tmp_path, shape, 0)
+    total = make(tmp_path, shape, 0, layers)
     model, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]
     assert not found["mismatched_keys"]
     assert sum(it.nbytes for it in model.parameters()) == total
-    assert len(shapes_of(shape)) > 20
+    assert model.config.num_hidden_layers == (layers or 2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer(tokenizer.decode([5, 6, 700]))["input_ids"] == [5, 6, 700]
 
 
+def test_made_files_are_the_stock_library_s(tmp_path: Path) -> None:
+    """Byte by byte what it writes of the same tensors."""
+    from safetensors.torch import load_file, save_file
+
+    make(tmp_path, "tiny-experts", 0)
+    [made] = tmp_path.glob("*.safetensors")
+    save_file(load_file(made), tmp_path / "again", {"format": "pt"})
+    assert made.read_bytes() == (tmp_path / "again").read_bytes()
+
+
 def test_sizes() -> None:
     """What the guide says of them."""
-    import math
-
-    assert sum(math.prod(it) for it in shapes_of("llama-8b").values()) == pytest.approx(8.03e9, rel=0.001)
-    assert sum(math.prod(it) for it in shapes_of("qwen3-30b-a3b").values()) == pytest.approx(
-        30.5e9, rel=0.005
-    )
+    for shape, count in {"llama-8b": 8.03e9, "qwen3-30b-a3b": 30.5e9}.items():
+        found = sum(math.prod(it) for it in shapes_of(sizes_of(shape, None)).values())
+        assert found == pytest.approx(count, rel=0.005)
 
 
 def test_bars() -> None:
@@ -69,3 +92,84 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for beside in (0, 3):
         with pytest.raises(SystemExit, match="needs as many GPUs, 2 are there"):
             list(turns(ways, beside))
+
+
+def text_of(sums: list[float], tokens: int = 100) -> dict[str, Any]:
+    return {"tokens": tokens, "window": 50, "step": 64, "sums": sums}
+
+
+def test_perplexities() -> None:
+    """Seven digits, the difference with its error, and a bar at half a unit of the fifth."""
+    page = Page("Serving", {})
+    plain = text_of([-120.0, -130.0])
+    rows = {
+        "bf16": {"text": plain},
+        "fp8": {"text": text_of([-121.0, -132.0])},
+        "tpde": {"text": text_of([-120.0002, -130.0001])},
+        "tpde-exact": {"text": text_of([-120.01, -130.0])},
+        "tpde-packed": {"problem": "no"},
+    }
+    perplexities(page, rows)
+    text = page.markdown()
+    assert f"{math.exp(2.5):.5f}" == "12.18249"
+    assert "12.18249" in text
+    assert "3.0e-02 |        1.0e-02" in text
+    assert [met for _, met in page.bars] == [True, False], "FP8 has no bar, what was not measured meets none"
+    assert perplexity(plain) == pytest.approx(math.exp(2.5), rel=1e-12)
+
+
+@pytest.mark.parametrize(("found", "apart"), [(12.1825, 0), (12.1835, 1), (12.1820, 0.5)])
+def test_units_of_the_fifth_digit(found: float, apart: float) -> None:
+    assert units(found, 12.1825) == pytest.approx(apart, abs=1e-9)
+    assert units(found / 100, 0.121825) == pytest.approx(apart, abs=1e-9)
+
+
+def test_windows() -> None:
+    """Each token but the first of a window is predicted, and none twice."""
+    assert windows_of([5, 6, 7, 8, 9], 2) == [[5, 6], [7, 8]]
+    assert windows_of([5, 6, 7, 8, 9], 3) == [[5, 6, 7], [8, 9]]
+    with pytest.raises(ValueError, match="less than two tokens"):
+        windows_of([5], 2)
+
+
+def given(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a b")
+    chosen = given("--offline", "--perplexity", str(text))
+    check(chosen)
+    assert chosen.concurrent == []
+    for more in ("--concurrent=1", "--compare=2"):
+        with pytest.raises(SystemExit, match="needs a run of its own"):
+            check(given("--offline", "--perplexity", str(text), more))
+    with pytest.raises(SystemExit, match="`--perplexity` needs `--offline`"):
+        check(given("--perplexity", str(text)))
+    with pytest.raises(SystemExit, match="is no file"):
+        check(given("--offline", "--perplexity", str(tmp_path / "other")))
+    chosen = given("--latency")
+    check(chosen)
+    assert chosen.concurrent == [1, 8, 32, 128]
+
+
+def test_a_model_of_the_caller_s(tmp_path: Path) -> None:
+    """It is used, and nothing is written beside it."""
+    mine, scratch = tmp_path / "mine", tmp_path / "scratch"
+    mine.mkdir()
+    (mine / "config.json").write_text("{}")
+    assert model_of(given("--dir", str(mine)), scratch) == (mine, scratch / "mine-packed")
+    made = tmp_path / "tiny-3-layers"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    chosen = given("--dir", str(tmp_path), "--shape", "tiny", "--layers", "3")
+    assert model_of(chosen, scratch) == (made, tmp_path / "tiny-3-layers-packed")
+
+
+@pytest.mark.skipif(find_spec("glyd") is not None, reason="Glyd is installed")
+def test_glyd_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Glyd is not installed"):
+        served("glyd", (tmp_path, tmp_path), tmp_path / "log", {}, given())

@@ -1,0 +1,149 @@
+"""What was measured, as tables, and the bars."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from benchmarks.harness.report import Page
+from benchmarks.serve.ways import WAYS
+
+FIGURES = (
+    ("output_throughput", "tokens generated a second, all requests together (times bf16)", 1),
+    ("mean_ttft_ms", "time to the first token, ms", 1),
+    ("mean_itl_ms", "time between what is streamed, ms", 2),
+    ("mean_tpot_ms", "time a token after the first, ms", 2),
+    ("latency_ms", "time that a batch takes, by vLLM's `bench latency`, ms (times bf16)", 1),
+)
+BESIDE = ("output_throughput", "latency_ms")  # those that are also given as times bf16's
+Row = dict[str, Any]
+AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
+# Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
+BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
+LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
+DIGITS = 5  # of a perplexity that are bf16's: half a unit of the last
+
+
+def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tuple[int, int]) -> None:
+    """Starts and speeds."""
+    first = [
+        [
+            WAYS[way].title,
+            row.get("problem") or row["start"],
+            row.get("read", ""),
+            row.get("weights", ""),
+            row.get("kv", ""),
+        ]
+        for way, row in rows.items()
+    ]
+    page.table(["way", "start, s", "of which loading, s", "weights", "KV cache, tokens"], first)
+    if not concurrent:
+        return
+    page.say(f"Prompts of {lengths[0]} tokens, {lengths[1]} are generated.")
+    plain = rows.get("bf16", {})
+    for key, title, digits in FIGURES:
+        lines = []
+        for way, row in rows.items():
+            if not all(key in row.get(f"{count}", {}) for count in concurrent):
+                continue
+            cells = []
+            for count in concurrent:
+                value, base = row[f"{count}"][key], plain.get(f"{count}", {}).get(key)
+                times = f" ({value / base:.2f})" if base and key in BESIDE else ""
+                cells.append(f"{value:.{digits}f}{times}")
+            lines.append([WAYS[way].title, *cells])
+        if lines:
+            page.say(f"{title}, by requests at a time:")
+            page.table(["way", *map(str, concurrent)], lines)
+
+
+def compare(page: Page, rows: dict[str, Row]) -> None:
+    """How many prompts had the same tokens in another batch, and with plain weights in such a batch."""
+    plain = rows.get("bf16", {}).get("tokens")
+    lines = []
+    for way, row in rows.items():
+        if "tokens" not in row:
+            continue
+        alone, together = row["tokens"]
+        beside = [_alike(row["tokens"][i], plain[i]) if plain else "-" for i in range(2)]
+        lines.append([WAYS[way].title, _alike(alone, together), *beside])
+    if lines:
+        one, many = AT_A_TIME
+        page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
+        page.table(["way", f"with {one} and {many} at a time", f"as bf16, {one}", f"as bf16, {many}"], lines)
+
+
+def _alike(one: list[list[int]], other: list[list[int]]) -> str:
+    return str(sum(a == b for a, b in zip(one, other, strict=True)))
+
+
+def perplexities(page: Page, rows: dict[str, Row]) -> None:
+    """Perplexity of a text, and how far its logarithm is from bf16's, with the standard error of that."""
+    found = {way: row["text"] for way, row in rows.items() if "text" in row}
+    if not found:
+        return
+    plain = found.get("bf16")
+    lines = []
+    for way, text in found.items():
+        beside = _apart(text, plain) if plain and text is not plain else ("-", "-")
+        lines.append([WAYS[way].title, str(text["tokens"]), f"{perplexity(text):#.7g}", *beside])
+    one = next(iter(found.values()))
+    page.say(
+        f"Perplexity, in windows of {one['window']} tokens that do not overlap, {one['step']} rows at a time:"
+    )
+    page.table(["way", "tokens", "perplexity", "its logarithm less bf16's", "standard error"], lines)
+    if plain:
+        checks = []
+        for way in rows:
+            if way.startswith("tpde"):
+                off = units(perplexity(found[way]), perplexity(plain)) if way in found else None
+                what = f"{WAYS[way].title}: off bf16's perplexity, in units of its digit {DIGITS}"
+                checks.append((what, off, 0.5))
+        if checks:
+            page.limits(checks, least=False)
+
+
+def perplexity(text: Row) -> float:
+    """Of the tokens that a model predicted."""
+    return math.exp(-math.fsum(text["sums"]) / text["tokens"])
+
+
+def units(found: float, base: float) -> float:
+    """How far apart two figures are, in units of the last of the base's `DIGITS` significant digits."""
+    return abs(found - base) / 10.0 ** (math.floor(math.log10(base)) - DIGITS + 1)
+
+
+def _apart(text: Row, plain: Row) -> tuple[str, str]:
+    """The mean a token of what windows differ by; windows are taken as independent."""
+    apart = [a - b for a, b in zip(plain["sums"], text["sums"], strict=True)]
+    error = statistics.stdev(apart) * math.sqrt(len(apart)) if len(apart) > 1 else math.nan
+    return f"{math.fsum(apart) / text['tokens']:.1e}", f"{error / text['tokens']:.1e}"
+
+
+def judge(page: Page, rows: dict[str, Row], concurrent: list[int]) -> None:
+    """Hold against the bars, which are of bf16."""
+    ours, plain = rows.get("tpde", {}), rows["bf16"]
+    speeds = [
+        (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
+        for count, bar in BARS.items()
+        if count in concurrent
+    ]
+    page.limits(speeds, least=True)
+    first = _of(ours, plain, min(concurrent), "mean_ttft_ms")
+    reading = [
+        (f"loading, {WAYS[way].title}, of bf16's time", _reading(rows[way], plain), bar)
+        for way, bar in LOAD_BARS.items()
+        if way in rows
+    ]
+    page.limits([("the first token, of bf16's time", first, FIRST_BAR), *reading], least=False)
+
+
+def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
+    found, base = (it.get(f"{count}", {}).get(key) for it in (ours, plain))
+    return None if found is None or base is None else float(found / base)
+
+
+def _reading(ours: Row, plain: Row) -> float | None:
+    taken = [it.get("read", "-") for it in (ours, plain)]
+    return None if "-" in taken else float(taken[0]) / float(taken[1])

@@ -1,0 +1,25 @@
+"""Ways to serve a model: what vLLM is told for each."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+
+class Way(NamedTuple):
+    """A way, what tables call it, and whether it serves packed files."""
+
+    title: str
+    options: list[str]
+    of_packed: bool = False
+
+
+EXACT = json.dumps({"quantization_config": {"quant_method": "tpde", "kernels": "exact"}})
+WAYS = {
+    "bf16": Way("vLLM, bf16", []),
+    "fp8": Way("vLLM, FP8 (other weights)", ["--quantization", "fp8_per_tensor"]),
+    "tpde": Way("tpde", ["--quantization", "tpde"]),
+    "tpde-packed": Way("tpde, packed files", [], of_packed=True),
+    "tpde-exact": Way("tpde, exact", ["--hf-overrides", EXACT]),
+    "glyd": Way("Glyd", ["--quantization", "glyd"]),
+}
