@@ -39,8 +39,8 @@ _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
 _KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
-# Up to so many rows, `product` is first if its blocks are busy in this share of their turns at least. With one
-# row of x an H100 takes 73.7 us for 5120 x 25600 words, where the share is 0.61, by groups 65.4; for 6144 x
+# Up to so many rows, `product` is first if its blocks are busy in this share of their turns at least. For one
+# row of x an H100 takes 73.7 us with 5120 x 25600 words, where the share is 0.61, by groups 65.4; with 6144 x
 # 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0 and 16.1 us there, and 35.9 and 35.9 where the share is 0.97
 # (8192 x 8192).
 _FILLED = (4, 0.7), (8, 0.95)
