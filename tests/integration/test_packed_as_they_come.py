@@ -163,7 +163,7 @@ def test_refusals(llama: Pair, tmp_path: Path) -> None:
     for path in (llama.plain, llama.packed):
         with pytest.raises(InvalidInput, match="`deltas` takes packed files") as refused:
             tpde.from_pretrained(path, pack=True, deltas={"a": b""})
-        assert str(refused.value.hint).startswith("leave out `pack`; a plain model is packed by `tpde pack ")
+        assert str(refused.value.hint) == "leave out `pack`, and name a packed model: `tpde pack` makes one"
     with pytest.raises(InvalidInput, match="`pack` is 'yes'"):
         tpde.from_pretrained(llama.plain, pack="yes")  # type: ignore[arg-type]
     quantized = tmp_path / "quantized"
