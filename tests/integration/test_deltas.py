@@ -185,6 +185,7 @@ def test_another_base_is_refused_by_name(make, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     problems = verify_delta(tmp_path / "delta", base=base)
     assert [it.tensor for it in problems] == [caught.value.where]
+    assert problems[0].message == caught.value.message, "without the hint, which all would repeat"
 
 
 def test_every_tensor_of_the_base_is_checked_also_those_that_stay(tmp_path: Path) -> None:

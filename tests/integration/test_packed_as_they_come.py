@@ -160,8 +160,10 @@ def test_refusals(llama: Pair, tmp_path: Path) -> None:
         assert "pack=True" not in str(found.value.hint), "which takes neither"
     with pytest.raises(InvalidInput, match="`vram` takes packed files"):
         tpde.from_pretrained(llama.plain, pack=True, vram="1GiB")
-    with pytest.raises(InvalidInput, match="`deltas` takes packed files"):
-        tpde.from_pretrained(llama.plain, pack=True, deltas={"a": b""})
+    for path in (llama.plain, llama.packed):
+        with pytest.raises(InvalidInput, match="`deltas` takes packed files") as refused:
+            tpde.from_pretrained(path, pack=True, deltas={"a": b""})
+        assert str(refused.value.hint) == "leave out `pack`, and name a packed model: `tpde pack` makes one"
     with pytest.raises(InvalidInput, match="`pack` is 'yes'"):
         tpde.from_pretrained(llama.plain, pack="yes")  # type: ignore[arg-type]
     quantized = tmp_path / "quantized"

@@ -148,7 +148,8 @@ def test_recipes(tmp_path: Path) -> None:
     assert read_recipe(tmp_path) == ("cls", False, None)
 
 
-def test_commands_that_cannot_be(llama: Pair, bert: Pair) -> None:
+def test_commands_that_cannot_be(llama: Pair, bert: Pair, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
     for args, code, error, hint in (
         ((llama.plain, "--prompt", "x"), 2, "is not packed", "tpde pack"),
         ((llama.packed,), 2, "not said what the model is to do", "--prompt"),
@@ -158,6 +159,7 @@ def test_commands_that_cannot_be(llama: Pair, bert: Pair) -> None:
         ((bert.packed, "--prompt", "x"), 2, "generates no text", "--embed"),
         ((llama.packed, "--prompt", "x", "--device", "tpu9"), 2, "no device", "cuda"),
         ((llama.packed.parent / "none", "--prompt", "x"), 2, "does not exist", "path"),
+        ((tmp_path, "--prompt", "x"), 2, "no `config.json`", "pipeline of diffusers"),
     ):
         done = invoke("run", *args)
         assert (done.exit_code, done.stdout) == (code, ""), (args, done.output)

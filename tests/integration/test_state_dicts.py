@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.commands import process
 from support.craft import bounded
 
 from tpde.errors import InvalidInput, MissingDependency, Truncated, UnsafePickle, UnsupportedDtype
@@ -182,6 +183,26 @@ def test_whole_modules_are_refused_as_code(zipped: bool, tmp_path: Path) -> None
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UnsafePickle, match=r"asks for `torch\.nn\.modules\.linear\.Linear`.* never run"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_state_dicts_of_packed_models_are_refused_with_a_way_out(
+    zipped: bool, known: bool, tmp_path: Path
+) -> None:
+    from tpde.nn import pack_module
+
+    state = pack_module(torch.nn.Linear(128, 128)).state_dict()
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    if known:
+        with pytest.raises(UnsafePickle, match=r"x\.pt` is the state dict of a packed model") as caught:
+            pack(tmp_path / "x.pt", tmp_path / "packed")
+        assert "tpde.nn.plain_state_dict(model)" in str(caught.value.hint)
+    else:  # as on the command line, where nothing imported `tpde.nn`
+        done = process("pack", tmp_path / "x.pt", tmp_path / "packed")
+        assert done.returncode == 2
+        assert "x.pt` is the state dict of a packed model" in done.stderr
+    assert not (tmp_path / "packed").exists()
 
 
 def test_tensors_are_read_from_the_file_and_not_mapped(

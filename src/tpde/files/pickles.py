@@ -9,6 +9,7 @@ import contextlib
 import re
 import struct
 import sys
+import traceback
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # Of a zip file's member: the lengths of its name and of what is extra.
 _LOCAL_HEADER = struct.Struct("<26xHH")
+_PACKED = "tpde.weights."  # where what makes packed weights of a pickle lies
 
 
 class _InFile(NamedTuple):
@@ -159,6 +161,8 @@ def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"asks for `{wanted[1]}`" if wanted else "is no state dict"
+        if wanted and wanted[1].startswith(_PACKED):
+            raise _of_packed_weights(path) from None
         raise UnsafePickle(
             f"`{path}` is a pickle that {what}, and code from files is never run",
             hint="convert it to safetensors where you trust it, and pack that",
@@ -167,6 +171,9 @@ def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
     except (MemoryError, InvalidInput):
         raise
     except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
+        called = (str(it.f_globals.get("__name__")) for it, _ in traceback.walk_tb(error.__traceback__))
+        if any(it.startswith(_PACKED) for it in called):  # torch knows them once `tpde.nn` is imported
+            raise _of_packed_weights(path) from None
         raise InvalidInput(
             f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]})",
@@ -174,6 +181,16 @@ def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
             where=str(path),
         ) from None
     return tensors
+
+
+def _of_packed_weights(path: Path) -> UnsafePickle:
+    """The error for what `torch.save` makes of a packed model's state dict."""
+    return UnsafePickle(
+        f"`{path}` is the state dict of a packed model, which is more than tensors",
+        hint="load it into the model (after `import tpde.nn`), and call "
+        "`tpde.torch.save_file(tpde.nn.plain_state_dict(model), DST)`",
+        where=str(path),
+    )
 
 
 def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:

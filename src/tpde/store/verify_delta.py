@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tpde.errors import Corrupt, TpdeError
+from tpde.errors import Corrupt, MissingBase, TpdeError
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
 from tpde.files.thread_count import check_threads
@@ -56,7 +56,9 @@ def verify_delta(
             check()
         except TpdeError as error:
             chunk = error.chunk if isinstance(error, Corrupt) else None
-            problems.append(Problem(str(path), tensor, chunk, str(error)))
+            # The hint would be the same for every tensor of another base: to name the right one.
+            said = error.message if isinstance(error, MissingBase) else str(error)
+            problems.append(Problem(str(path), tensor, chunk, said))
 
     try:
         file = DeltaFile(FileSource(path))

@@ -100,9 +100,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.exists():
-        raise InvalidInput(
-            f"`{folder}` has no `config.json`, so it is no model", hint="check the path", where=str(path)
-        )
+        hint = "check the path"
+        if (folder / "model_index.json").exists():
+            hint = (
+                "it is a pipeline of diffusers: load it with `DiffusionPipeline.from_pretrained`, after "
+                "`tpde.register()`"
+            )
+        raise InvalidInput(f"`{folder}` has no `config.json`, so it is no model", hint=hint, where=str(path))
     return json_object(path)[1]
 
 

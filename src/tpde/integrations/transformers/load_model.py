@@ -248,7 +248,7 @@ def load_model(
         other = "vram" if budget is not None else "deltas"
         raise InvalidInput(
             f"`{other}` takes packed files, and `pack` is for plain ones",
-            hint=f"run `tpde pack {path} {Path(path).name}-packed`, and name that, without `pack`",
+            hint="leave out `pack`, and name a packed model: `tpde pack` makes one",
             where="pack",
         )
     hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
