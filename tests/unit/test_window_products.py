@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, products_of
 from tpde.cuda.window_products import DeviceWindow
-from tpde.errors import UnsupportedDevice
+from tpde.errors import CompileError, UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10
 
@@ -249,6 +251,27 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     there(sections(4096, 4096)).prepare()
     assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
+
+
+def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any) -> None:
+    """The first error is raised, not that of the kernel asked for first; what has not begun is left."""
+    numbers, four, failed = itertools.count(1), threading.Barrier(4), threading.Event()
+
+    def kernel(*_: Any, **__: Any) -> MadeKernel:
+        number = next(numbers)
+        if number <= 4:
+            four.wait(20)
+        if number == 4:
+            failed.set()
+            raise CompileError("the first")
+        assert failed.wait(20)
+        time.sleep(0.2)  # the others are cancelled meanwhile
+        raise CompileError("another")
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    with pytest.raises(CompileError, match="the first"):
+        there(sections(4096, 4096)).prepare()
+    assert next(numbers) <= 6, "the thread of the one that failed may have begun another"
 
 
 def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:

@@ -7,7 +7,7 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -233,10 +233,14 @@ def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int)
     products = {it.label: it for it in firsts}.values()
     asked = [(SOURCE, name, _decoding_defines(window), False) for name in _DECODING]
     asked += [(it.source, it.name, it.defines, it.grouped) for it in products]
-    with ThreadPoolExecutor(_COMPILING) as threads:
+    threads = ThreadPoolExecutor(_COMPILING)
+    try:
         made = [threads.submit(backend.kernel, *it[:3], device, own=it[3]) for it in asked]
-        for it in made:
-            it.result()
+        done = wait(made, return_when=FIRST_EXCEPTION).done
+    finally:
+        threads.shutdown(cancel_futures=True)
+    for it in done:
+        it.result()
 
 
 @functools.cache
