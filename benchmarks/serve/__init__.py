@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine, processes
+from benchmarks.harness import machine, processes, tuned
 from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.models import SHAPES, make
@@ -174,6 +174,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="vLLM's engine in a process, no server")
     parser.add_argument("--beside", type=int, default=1, help="ways at a time, each on a GPU of its own")
     parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
+    tuned.option(parser)
     parser.add_argument("--serve", default="", help="more options of vLLM: `--serve='--enforce-eager'`")
 
 
@@ -249,6 +250,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     lengths = options.prompt, options.tokens
     if device() == "cuda":
         page.facts["GPU"] = machine.gpu()
+        tuned.follow(options, page)
     page.title = f"{TITLE}: {options.shape}"
     done: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as scratch:
