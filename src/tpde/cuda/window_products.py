@@ -20,6 +20,7 @@ from tpde.cuda.product_ways import (
     WARP_BYTES,
     WARPS,
     Product,
+    blocks_at_once,
     matrix_defines,
     most_rows_of,
     ways_of,
@@ -89,11 +90,13 @@ class DeviceWindow:
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
-        grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
+        shared = WARPS * WARP_BYTES
+        beside = blocks_at_once(shared, self._facts.shared_bytes)
+        grid = min(beside * self._facts.multiprocessors, -(-chunks // WARPS))
         made = self._decodings.get((name, grid))
         if made is None:
             kernel = current().kernel(SOURCE, name, _decoding_defines(self.window), self._device)
-            made = self._decodings[name, grid] = kernel.launch(grid, 32 * WARPS, WARPS * WARP_BYTES)
+            made = self._decodings[name, grid] = kernel.launch(grid, 32 * WARPS, shared)
         return made
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
