@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness import tuned
 from benchmarks.harness.gpu import graph_of, stream
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
@@ -204,6 +205,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 1024])
     parser.add_argument("--runs", type=int, default=9)
+    tuned.option(parser)
     parser.add_argument("--plot", type=Path, help="draw how many times as fast all layers run, by rows")
 
 
@@ -211,6 +213,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     """Run one model after the other."""
     import torch
 
+    tuned.follow(options, page)
     card = torch.cuda.get_device_properties(0).name
     bars = next((it for name, it in BARS.items() if name in card), {})
     rate, points = _memory_rate(), list[Point]()

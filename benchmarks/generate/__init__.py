@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.data.llama import PROMPT, SHAPES
 from benchmarks.generate import work
 from benchmarks.generate.work import TPDE
-from benchmarks.harness.gpu import need_cuda
+from benchmarks.harness import tuned
+from benchmarks.harness.gpu import device, need_cuda
 from benchmarks.harness.machine import gpu
 from benchmarks.harness.processes import Failed, call
 from benchmarks.harness.report import Page, gib, note
@@ -185,6 +186,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=3, help="loads of plain and packed in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keeps the models, and uses those that are there")
+    tuned.option(parser)
     parser.add_argument("--limit", type=float, default=150, help="seconds for each process")
 
 
@@ -193,6 +195,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
     if options.shape != "tiny":
         need_cuda()
     page.facts["GPU"] = gpu()
+    if device() == "cuda":
+        tuned.follow(options, page)
     layers, limit = options.layers or SHAPES[options.shape][2], options.limit
     with tempfile.TemporaryDirectory(prefix="tpde-generate-") as temporary:
         base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}"

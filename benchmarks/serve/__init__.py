@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import machine, processes
+from benchmarks.harness import machine, processes, tuned
 from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.commands import Latency
@@ -86,6 +86,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beside", type=int, default=1, help="ways at a time, each on a GPU of its own")
     parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
     parser.add_argument("--perplexity", type=Path, help="measure that of this text and no speed, offline")
+    tuned.option(parser)
     parser.add_argument("--serve", default="", help="more options of vLLM: `--serve='--enforce-eager'`")
 
 
@@ -179,6 +180,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     check(options)
     if device() == "cuda":
         page.facts["GPU"] = machine.gpu()
+        tuned.follow(options, page)
     done: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as scratch:
         models = model_of(options, Path(scratch))

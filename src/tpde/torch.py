@@ -58,9 +58,9 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 def _write(tensors: Mapping[str, torch.Tensor], writer: FileWriter) -> None:
     from tpde.files.gpu_packing import packed_there
 
-    names = forward_order(tensors)
+    given = ((name, tensors[name]) for name in forward_order(tensors))
     with writer:
-        for made in packed_there(((name, tensors[name]) for name in names), writer.codec, writer.may_pack):
+        for made in packed_there(given, writer.codec, writer.may_pack, writer.threads):
             if made.blob is not None:
                 writer.write_blob(made.name, made.blob.cpu().numpy())
             else:
@@ -85,6 +85,7 @@ def save_file(
     metadata : mapping of str to str, optional
         Kept, and restored when the file is unpacked.
     threads : int, optional
+        Of the host, which encode what is there, and choose codes for what is on a GPU, to be encoded there.
         By default one for each processor; the file does not depend on it.
 
     Raises
@@ -166,7 +167,7 @@ def save_model(
     force_contiguous : bool
         Save tensors that are not contiguous as if they were. Otherwise they are refused.
     threads : int, optional
-        By default one for each processor.
+        As of `save_file`.
 
     Raises
     ------

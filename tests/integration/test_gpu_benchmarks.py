@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
+from support.backends import FACTS, MadeBackend  # noqa: E402
 from support.emulated import on_cpu  # noqa: E402, F401
 from support.pretended import Product, pretended  # noqa: E402, F401
 
 from benchmarks.harness import gpu, runner  # noqa: E402
+from tpde.cuda import tuning  # noqa: E402
+from tpde.cuda.product_ways import KERNELS  # noqa: E402
 
 
 @pytest.fixture
@@ -107,6 +111,27 @@ class TestKernels:
         }
         assert "bits a weight; the roof of all products is" in text
         assert plot.read_bytes().startswith(b"\x89PNG")
+        assert "\n- Ways of fused products: built in\n" in text
+
+    def test_a_table_of_products(
+        self, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+    ) -> None:
+        """A page names the one that is followed, without its folder."""
+        monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path / "home"))
+        monkeypatch.setenv("TPDE_TUNING", "")
+        launch_on(MadeBackend())
+        table = tuning.table_path(FACTS)
+        table.parent.mkdir(parents=True)
+        tuning.write_table(table, FACTS, KERNELS, {(256, 256): {1: "some", 8: "other"}})
+        small("linear", MODELS={}, _memory_rate=lambda: 1e12)
+        for more, said in (
+            ([], "`simulated-sm_90-132.json` of `tpde tune`, 2 products"),
+            (["--untuned"], "built in"),
+        ):
+            _, text = run(tmp_path, "linear", *more)
+            assert f"\n- Ways of fused products: {said}\n" in text
+            assert str(tmp_path) not in text
+        assert os.environ["TPDE_TUNING"] == "0", "processes that a benchmark starts follow none either"
 
     @pytest.mark.filterwarnings("ignore:nvCOMP")
     def test_prototypes(self, small: Any, tmp_path: Path) -> None:

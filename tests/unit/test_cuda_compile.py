@@ -242,7 +242,7 @@ def test_a_driver_older_than_the_compiler(driver: tuple[int, int], good: bool, m
     assert not machine.compiled
 
 
-def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
+def test_two_threads_compile_and_load_a_kernel_once(machine: Machine) -> None:
     found: list[Any] = []
     thread = threading.Thread(
         target=lambda: found.append(machine.backend.kernel("merge.cu", "merge", DEFINES, 0))
@@ -258,6 +258,7 @@ def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
     thread.join(20)
     assert found == [made]
     assert len(machine.compiled) == 1
+    assert sum(it[0] == "load" for it in machine.asked) == 1
 
 
 def test_different_kernels_are_compiled_at_a_time(machine: Machine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from support.emulated import on_cpu  # noqa: F401
 
 from tpde.cuda.encode import PackEncoder
-from tpde.errors import MissingDependency
+from tpde.errors import InvalidArgument, MissingDependency
 from tpde.files import gpu_packing
 from tpde.files.file_writer import FileWriter
 from tpde.frameworks import torch_bytes, torch_spec
+from tpde.nn import pack_module
 from tpde.torch import load, save, save_file
 from tpde.weights.pack_tensor import pack_tensor, pack_tensors
 
@@ -35,7 +37,7 @@ class There:
         monkeypatch.setattr(gpu_packing, "torch_spec", lambda name, tensor: name)
         monkeypatch.setattr(gpu_packing, "_pack", self._pack)
 
-    def _pack(self, batch: Any, codec: str) -> list[torch.Tensor | None]:
+    def _pack(self, batch: Any, codec: str, threads: int) -> list[torch.Tensor | None]:
         if self._error is not None:
             raise self._error
         self.batches.append([name for name, _ in batch])
@@ -151,8 +153,8 @@ def on_host(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:  # noqa
         launch(0)
         return lambda: None
 
-    def noted(batch: Any, codec: Any) -> Any:
-        made = pack(batch, codec)
+    def noted(*given: Any) -> Any:
+        batch, made = given[0], pack(*given)
         found.extend(name for (name, _), blob in zip(batch, made, strict=True) if blob is not None)
         return made
 
@@ -225,6 +227,33 @@ def test_the_kernels_make_the_weights_of_the_cpu(
         if packed is not None and expected is not None:
             assert torch.equal(packed.sources[0].blob, expected.sources[0].blob)
             assert not packed.sources[0].blob.is_inference(), "gradients may flow through what it decodes to"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_as_many_threads_choose_codes_as_were_asked_for(
+    threads: int, on_host: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pools: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count: int, name: str) -> None:
+            pools.append(count)
+            super().__init__(count, name)
+
+    monkeypatch.setattr(gpu_packing, "ThreadPoolExecutor", Pool)
+    given = {name: weights(64) for name in "abcd"}
+    assert all(pack_tensors(given.items(), threads))
+    save_file(given, tmp_path / "it.safetensors", threads=threads)
+    pack_module(torch.nn.Sequential(*(torch.nn.Linear(64, 256) for _ in range(4))), threads=threads)
+    assert pools == [threads] * 3
+
+
+@pytest.mark.parametrize("threads", [0, -1, 2.0])
+def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any, on_host: list[str]) -> None:
+    """Also where none would have worked."""
+    for model in (torch.nn.Linear(64, 256), torch.nn.ReLU()):
+        with pytest.raises(InvalidArgument, match="threads"):
+            pack_module(model, threads=threads)
 
 
 def test_words_that_are_gone_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

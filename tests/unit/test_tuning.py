@@ -102,6 +102,21 @@ def test_what_a_table_names_comes_first(made: Made, path: Path) -> None:
             assert made.product(count) == (how.name, how.defines)
 
 
+def test_a_table_is_left_out_where_the_environment_says_so(
+    made: Made, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = made.default(16)
+    write(path, {16: ways[-1].label})
+    made.again()
+    for said, first in (("0", ways[0]), ("1", ways[-1]), ("", ways[-1])):
+        monkeypatch.setenv("TPDE_TUNING", said)
+        assert made.device.ways(16)[0] == first
+    path.write_text("no table")
+    monkeypatch.setenv("TPDE_TUNING", "0")
+    made.again()
+    assert made.device.ways(16) == ways  # without a warning
+
+
 def test_a_table_is_of_its_shapes(made: Made, path: Path) -> None:
     ways = made.default(16)
     write(path, {16: ways[-1].label}, (SHAPE[0], SHAPE[1] + 256))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
 from tpde.cuda.window_products import DeviceWindow
-from tpde.errors import UnsupportedDevice
+from tpde.errors import CompileError, UnsupportedDevice
 
-H200, ADA = 227 << 10, 99 << 10
+H200, AMPERE, ADA = 227 << 10, 163 << 10, 99 << 10
 
 
 def device(shared: int, groups: bool) -> DeviceFacts:
@@ -24,7 +26,7 @@ def device(shared: int, groups: bool) -> DeviceFacts:
 
 
 @pytest.mark.parametrize("columns", [8, 384, 1792, 2048, 4096, 4160, 8192, 14336, 28672, 1 << 20])
-@pytest.mark.parametrize("shared", [H200, ADA])
+@pytest.mark.parametrize("shared", [H200, AMPERE, ADA])
 @pytest.mark.parametrize("groups", [False, True])
 def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
     matrix = sections(4096, columns)
@@ -37,6 +39,8 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
             assert how.rows >= min(count, 16)
             assert groups or not how.grouped
             assert how.warps % 4 == 0
+            if how.blocks > 1 and not how.defines["SHARED"]:
+                assert how.blocks * (how.shared + 1024) <= shared + 1024, "they are there at a time"
 
 
 @pytest.mark.parametrize(
@@ -123,14 +127,26 @@ def test_other_numbers_of_rows_are_refused(count: int) -> None:
         ways_of(device(ADA, True), sections(32, 64), count)
 
 
+@pytest.mark.parametrize(("shared", "blocks"), [(H200, 2), (AMPERE, 1), (ADA, 1)])
+def test_blocks_of_a_multiprocessor(launch_on: Any, shared: int, blocks: int) -> None:
+    """Two are there at a time only where shared memory has room for them: none begins when others end."""
+    found, matrix = Launches(launch_on, (8, 0), shared=shared), sections(100_000, 4096)
+    there(matrix).product(0, 4096, 8, 0, 100_000, 0, 0)
+    there(matrix).rows(1 << 16, 4096, 5)
+    assert found.made[0][1] == blocks * 132
+    assert found.made[1][1] == (1 if shared == ADA else 2) * 132  # which takes 76 KiB, not 84
+
+
 class Launches(list[tuple[Any, ...]]):
     """What would have been launched on an H200, and how."""
 
-    def __init__(self, launch_on: Any, capability: tuple[int, int], clusters: int = 15) -> None:
+    def __init__(
+        self, launch_on: Any, capability: tuple[int, int], clusters: int = 15, shared: int = H200
+    ) -> None:
         super().__init__()
         self.made: list[tuple[Any, ...]] = []
         self._clusters = clusters
-        launch_on(MadeBackend(self._kernel, DeviceFacts("GPU", capability, 132, H200)))
+        launch_on(MadeBackend(self._kernel, DeviceFacts("GPU", capability, 132, shared)))
 
     def _kernel(self, source: str, name: str, *_: Any, **__: Any) -> MadeKernel:
         return MadeKernel(functools.partial(self._make, name), self._clusters)
@@ -271,6 +287,27 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     there(sections(4096, 4096)).prepare()
     assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
+
+
+def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any) -> None:
+    """The first error is raised, not that of the kernel asked for first; what has not begun is left."""
+    numbers, four, failed = itertools.count(1), threading.Barrier(4), threading.Event()
+
+    def kernel(*_: Any, **__: Any) -> MadeKernel:
+        number = next(numbers)
+        if number <= 4:
+            four.wait(20)
+        if number == 4:
+            failed.set()
+            raise CompileError("the first")
+        assert failed.wait(20)
+        time.sleep(0.2)  # the others are cancelled meanwhile
+        raise CompileError("another")
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    with pytest.raises(CompileError, match="the first"):
+        there(sections(4096, 4096)).prepare()
+    assert next(numbers) <= 6, "the thread of the one that failed may have begun another"
 
 
 def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:

@@ -86,6 +86,24 @@ def test_layers_share_a_buffer(offloading: list[Any], kernels: str) -> None:
             assert held.packed.sources[0].memory.data_ptr() == buffer.data_ptr()
 
 
+@pytest.mark.parametrize("kernels", ["fused", "exact"])
+def test_the_host_holds_one_copy(offloading: list[Any], kernels: str) -> None:
+    """Neither what was plain, nor what a blob was in before vLLM has copied it to memory of its own."""
+    from tpde.integrations.vllm.report import LoadReport
+
+    report = LoadReport(kernels)
+    made, mover, plain = layer(offloading, report, 0)
+    assert mover._cpu_storage is None
+    made.weight.data = made.weight.data.clone()  # as on a GPU: to pinned memory
+    _, other, _ = layer(offloading, report, 1)
+    held = made.__dict__["tpde"]
+    assert held.packed.sources[0].memory.data_ptr() == made.weight.data_ptr()
+    assert_same_bits(held.rows(torch.tensor([3, ROWS - 1])), plain[[3, ROWS - 1]])
+    for it in (mover, other):
+        it.sync_cpu_storage()
+    assert mover._cpu_storage.data_ptr() == made.weight.data_ptr()
+
+
 def test_buffers_of_fp16(offloading: list[Any]) -> None:
     """Blobs of 0.85 to 0.87 of the plain bytes are of one size, too."""
     from tpde.integrations.vllm.report import LoadReport

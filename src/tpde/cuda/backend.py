@@ -176,7 +176,6 @@ class CudaBackend:
         self._driver, self._cubins = driver or CudaDriver(), Cubins(compiler or Nvrtc())
         self._lock, self._stream = threading.Lock(), functools.lru_cache(maxsize=64)(_stream)
         self._kernels: dict[Any, Kernel] = {}
-        self._being_made: dict[Any, threading.Lock] = {}  # different kernels are compiled at a time
 
     def driver_version(self) -> tuple[int, int]:
         """What the driver says."""
@@ -191,19 +190,15 @@ class CudaBackend:
     ) -> Kernel:
         """Compile a kernel, if it is not on the disk, and load it."""
         key = source, name, tuple(sorted(defines.items())), device, own
-        with self._lock:
-            making = self._being_made.setdefault(key, threading.Lock())
-        with making:
-            found = self._kernels.get(key)
-            if found is None:
-                found = self._kernels[key] = self._load(source, name, defines, device, own)
-            return found
+        if key not in self._kernels:
+            code = self._compiled(source, defines, device, own)  # without the lock: different ones at a time
+            with self._lock:
+                if key not in self._kernels:
+                    self._kernels[key] = self._load(code, source, name, device)
+        return self._kernels[key]
 
-    def _load(self, source: str, name: str, defines: Mapping[str, int], device: int, own: bool) -> Kernel:
-        driver = self._driver.calls
-        from cuda.core import Device, ObjectCode
-
-        have = self.facts(device)
+    def _compiled(self, source: str, defines: Mapping[str, int], device: int, own: bool) -> bytes:
+        major, minor = self.facts(device).capability
         can, made_for = self.driver_version(), self._cubins.compiler.version()
         if can[0] < made_for[0]:
             raise UnsupportedDevice(
@@ -216,8 +211,12 @@ class CudaBackend:
                 found=can,
                 needed=made_for,
             )
-        arch = f"sm_{have.capability[0]}{have.capability[1]}{'a' * own}"
-        code = self._cubins.get(source, defines, arch)
+        return self._cubins.get(source, defines, f"sm_{major}{minor}{'a' * own}")
+
+    def _load(self, code: bytes, source: str, name: str, device: int) -> Kernel:
+        driver = self._driver.calls
+        from cuda.core import Device, ObjectCode
+
         current = call(driver.cuCtxGetCurrent(), "asking for the current context")
         Device(device).set_current()
         try:
@@ -225,7 +224,7 @@ class CudaBackend:
             # A block may use more than 48 KiB only if it is asked for.
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             handle = driver.CUkernel(int(made.handle))
-            room = have.shared_bytes - int(made.attributes.shared_size_bytes)
+            room = self.facts(device).shared_bytes - int(made.attributes.shared_size_bytes)
             call(driver.cuKernelSetAttribute(limit, room, handle, device), f"preparing kernel {name}")
         finally:
             call(driver.cuCtxSetCurrent(current), "restoring the current context")

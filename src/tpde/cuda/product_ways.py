@@ -136,6 +136,14 @@ def _share_of_turns(have: DeviceFacts, window: Window) -> float:
     return window.stripes / (turns * at_once) if turns > 1 else 1.0
 
 
+def blocks_at_once(shared: int, shared_bytes: int) -> int:
+    """How many blocks with so much shared memory a multiprocessor has room for, two at most.
+
+    It has 1 KiB more than one block may have, and as much goes with each of them.
+    """
+    return 2 if 2 * (shared + 1024) <= shared_bytes + 1024 else 1
+
+
 def _has_parts(window: Window) -> bool:
     """Whether each block of a cluster has a part of the columns."""
     return window.stripe_chunks >= PARTS
@@ -146,7 +154,8 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
     tiles = -(-count // 8)
     x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
     least, copied = WARPS * (WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
-    blocks = 2 if tiles == 1 else 1
+    # 16 rows take 160 registers. Without x, whose room depends on `count`: ways keep their labels.
+    blocks = blocks_at_once(least, shared_bytes) if tiles == 1 else 1
 
     def made(shared: bool) -> Product:
         defines = matrix_defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}

@@ -2,7 +2,7 @@
 
 A table lies where compiled kernels are kept, and is read at a device's first product. It is for one card, and
 for the kernels that were measured. Nothing but speed depends on it: whatever is wrong with it, there is one
-warning, and the order that the kernels' own constants give.
+warning, and the order that the kernels' own constants give. `TPDE_TUNING=0` leaves it out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tpde.errors import InvalidDestination, InvalidInput, bounded, printable
 from tpde.io.sinks import FileSink
 from tpde.io.sources import open_regular
 
+VARIABLE, OFF = "TPDE_TUNING", "0"  # of the environment: whether tables are followed
 _VERSION = 1
 MOST_BYTES = 1 << 20  # of a file: a model has some ten shapes, of which each takes half a KiB
 _MOST_LABEL = 200  # characters
@@ -58,16 +59,16 @@ W = TypeVar("W", bound=Way)
 class WayTable:
     """The fastest ways on a card.
 
-    Parameters
+    Attributes
     ----------
     path : Path
-        The file that they are from, for messages.
+        The file that they are from.
     choices : mapping
         Which they are.
     """
 
     def __init__(self, path: Path, choices: Choices) -> None:
-        self._path, self._choices, self._said = path, choices, False
+        self.path, self.choices, self._said = path, choices, False
 
     def ordered(self, shape: Shape, count: int, ways_of: Callable[[int], list[W]]) -> list[W]:
         """How a product may be launched, the way first that was measured to be the fastest.
@@ -82,7 +83,7 @@ class WayTable:
         ways_of : callable
             Gives the ways for so many rows of x.
         """
-        ways, measured = ways_of(count), self._choices.get(shape, {})
+        ways, measured = ways_of(count), self.choices.get(shape, {})
         near = min((it for it in measured if it >= count), default=None)
         if near is None or (near != count and _widths(ways_of(near)) != _widths(ways)):
             return ways
@@ -97,7 +98,7 @@ class WayTable:
             self._said = True
             what = f"names `{label}` for {shape[0]} x {shape[1]} words and {count} rows of x"
             _warn(
-                f"`{self._path}` {what}, which is no way of that product; such entries are ignored: {_AGAIN}"
+                f"`{self.path}` {what}, which is no way of that product; such entries are ignored: {_AGAIN}"
             )
 
 
@@ -117,8 +118,11 @@ def table_path(facts: DeviceFacts) -> Path:
 
 
 def table_of(facts: DeviceFacts, kernels: TunedKernels) -> WayTable:
-    """A card's table, read once a process; an empty one if there is none, or none that can be used."""
-    return _table(table_path(facts), facts, kernels)
+    """A card's table, read once a process; an empty one if there is none that can, or is to, be used."""
+    path = table_path(facts)
+    if os.environ.get(VARIABLE) == OFF:
+        return WayTable(path, {})
+    return _table(path, facts, kernels)
 
 
 @functools.cache

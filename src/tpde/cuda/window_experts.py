@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.backend import Backend, KernelLaunch, current
-from tpde.cuda.product_ways import WARP_BYTES, WARPS
+from tpde.cuda.product_ways import WARP_BYTES, WARPS, blocks_at_once
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 
@@ -68,9 +68,7 @@ def expert_products(columns: int, experts: int, count: int, shared_bytes: int) -
         tiles = rows // 8
         lists = 4 + 4 * experts + 2 * experts + 2 * count
         shared = WARPS * (WARP_BYTES + 2 * tiles * 16 * 8 * 4) + -(-lists // 16) * 16
-        blocks = (
-            2 if tiles == 1 and 2 * (shared + 1024) <= shared_bytes + 1024 else 1
-        )  # 1 KiB is the system's
+        blocks = blocks_at_once(shared, shared_bytes) if tiles == 1 else 1
         defines = {"TAIL": int(columns % 256 != 0), "NB": rows, "BLOCKS": blocks}
         made.append(ExpertProduct(rows, defines, shared, blocks))
     if count > _ROWS[0] * experts:  # on average an expert has more rows than the first one takes

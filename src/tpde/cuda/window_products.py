@@ -7,7 +7,7 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from tpde.cuda.product_ways import (
     WARP_BYTES,
     WARPS,
     Product,
+    blocks_at_once,
     matrix_defines,
     most_rows_of,
     ways_of,
@@ -89,11 +90,13 @@ class DeviceWindow:
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
-        grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
+        shared = WARPS * WARP_BYTES
+        beside = blocks_at_once(shared, self._facts.shared_bytes)
+        grid = min(beside * self._facts.multiprocessors, -(-chunks // WARPS))
         made = self._decodings.get((name, grid))
         if made is None:
             kernel = current().kernel(SOURCE, name, _decoding_defines(self.window), self._device)
-            made = self._decodings[name, grid] = kernel.launch(grid, 32 * WARPS, WARPS * WARP_BYTES)
+            made = self._decodings[name, grid] = kernel.launch(grid, 32 * WARPS, shared)
         return made
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
@@ -233,10 +236,14 @@ def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int)
     products = {it.label: it for it in firsts}.values()
     asked = [(SOURCE, name, _decoding_defines(window), False) for name in _DECODING]
     asked += [(it.source, it.name, it.defines, it.grouped) for it in products]
-    with ThreadPoolExecutor(_COMPILING) as threads:
+    threads = ThreadPoolExecutor(_COMPILING)
+    try:
         made = [threads.submit(backend.kernel, *it[:3], device, own=it[3]) for it in asked]
-        for it in made:
-            it.result()
+        done = wait(made, return_when=FIRST_EXCEPTION).done
+    finally:
+        threads.shutdown(cancel_futures=True)
+    for it in done:
+        it.result()
 
 
 @functools.cache

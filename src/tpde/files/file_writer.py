@@ -64,6 +64,8 @@ class FileWriter:
     ----------
     codec : str
         As it was given.
+    threads : int
+        How many encode.
 
     Raises
     ------
@@ -88,7 +90,7 @@ class FileWriter:
     ) -> None:
         self._specs = dict(tensors)
         self._metadata = checked_metadata(self._specs, metadata)
-        self._threads = check_threads(threads)
+        self.threads = check_threads(threads)
         if codec not in ("auto", "prefix", "zstd"):
             raise InvalidArgument(
                 f"no codec `{codec!s:.50}`", hint="there are auto, prefix, zstd", where="codec", found=codec
@@ -105,7 +107,7 @@ class FileWriter:
         self._start = data_start(self._specs, self._metadata, header)
         self._at = 0
         # One thread may do everything; with more, hashing and writing go on beside encoding.
-        self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
+        self._background = ThreadPoolExecutor(1, "tpde") if self.threads > 1 else None
         self._sink: ByteSink = (
             FileSink(destination, force=force, mode=mode)
             if isinstance(destination, (str, os.PathLike))
@@ -227,7 +229,7 @@ class FileWriter:
             spec,
             self._sink,
             self._start + self._at,
-            threads=self._threads,
+            threads=self.threads,
             codec=self.codec,
             may_pack=self.may_pack(name),
             background=self._background,

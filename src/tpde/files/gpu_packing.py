@@ -20,7 +20,7 @@ from tpde.codec.selection import MIN_BYTES, PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, C
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import ALIGNMENT, PackEncoder
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
-from tpde.files.thread_count import default_threads
+from tpde.files.thread_count import check_threads
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import TensorSpec
@@ -57,6 +57,7 @@ def packed_there(
     tensors: Iterable[tuple[str, Tensor]],
     codec: CodecName,
     may_pack: Callable[[str], bool] = lambda name: True,
+    threads: int | None = None,
 ) -> Iterator[Made]:
     """Pack those tensors that a GPU packs; all come out again, in their order.
 
@@ -73,18 +74,26 @@ def packed_there(
         As `plan_tensor` takes it.
     may_pack : callable
         Whether a tensor of a name may be packed.
+    threads : int, optional
+        How many choose codes on the host, for a tensor each; by default one for each processor.
+
+    Raises
+    ------
+    InvalidArgument
+        If there cannot be so many threads.
     """
+    count = check_threads(threads)
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
         takes = _takes(tensor)
         fits = not batch or (tensor.device == batch[0][1].device and size + takes <= BATCH_BYTES)
         if not fits:
-            yield from _batch_made(batch, codec, may_pack)
+            yield from _batch_made(batch, codec, may_pack, count)
             batch, size = [], 0
         batch.append((name, tensor))
         size += takes
-    yield from _batch_made(batch, codec, may_pack)
+    yield from _batch_made(batch, codec, may_pack, count)
 
 
 def _takes(tensor: Tensor) -> int:
@@ -94,13 +103,13 @@ def _takes(tensor: Tensor) -> int:
 
 
 def _batch_made(
-    batch: list[tuple[str, Tensor]], codec: CodecName, may_pack: Callable[[str], bool]
+    batch: list[tuple[str, Tensor]], codec: CodecName, may_pack: Callable[[str], bool], threads: int
 ) -> Iterator[Made]:
     """What becomes of tensors of one device; the list is emptied on the way."""
     there = [i for i, (name, tensor) in enumerate(batch) if is_there(tensor) and may_pack(name)]
     made: dict[int, Tensor | None] = {}
     if there:
-        made = dict(zip(there, _pack_or_not([batch[i] for i in there], codec), strict=True))
+        made = dict(zip(there, _pack_or_not([batch[i] for i in there], codec, threads), strict=True))
     batch.reverse()
     for i in range(len(batch)):
         yield Made(*batch.pop(), made.pop(i, None))
@@ -118,10 +127,10 @@ def is_there(tensor: Tensor) -> bool:
     )
 
 
-def _pack_or_not(batch: Sequence[tuple[str, Tensor]], codec: CodecName) -> list[Tensor | None]:
+def _pack_or_not(batch: Sequence[tuple[str, Tensor]], codec: CodecName, threads: int) -> list[Tensor | None]:
     """Blobs of tensors of one GPU; None, and a line of log, if something is missing there."""
     try:
-        return _pack([(torch_spec(name, tensor), tensor) for name, tensor in batch], codec)
+        return _pack([(torch_spec(name, tensor), tensor) for name, tensor in batch], codec, threads)
     except (MissingDependency, UnsupportedDevice, CompileError, torch.cuda.OutOfMemoryError) as error:
         reason = str(error).splitlines()[0]
         first, more = batch[0][0], f" and {len(batch) - 1} more" if len(batch) > 1 else ""
@@ -129,7 +138,7 @@ def _pack_or_not(batch: Sequence[tuple[str, Tensor]], codec: CodecName) -> list[
         return [None] * len(batch)
 
 
-def _pack(batch: Sequence[tuple[TensorSpec, Tensor]], codec: CodecName) -> list[Tensor | None]:
+def _pack(batch: Sequence[tuple[TensorSpec, Tensor]], codec: CodecName, threads: int) -> list[Tensor | None]:
     """The host waits for samples, for what chunks take, and for hashes."""
     device = batch[0][1].device
     blobs: list[Tensor | None] = [None] * len(batch)
@@ -144,7 +153,7 @@ def _pack(batch: Sequence[tuple[TensorSpec, Tensor]], codec: CodecName) -> list[
         read = samples.on_host()
         del samples
         with _Hashing([tensor for _, tensor in batch]) as hashing:
-            with ThreadPoolExecutor(min(len(read), default_threads()), "tpde-choose") as pool:
+            with ThreadPoolExecutor(min(len(read), threads), "tpde-choose") as pool:
                 plans = pool.map(lambda it, sample: it.choose(sample, codec), encoders, read)
                 chosen = {i: plan for i, plan in enumerate(plans) if plan is not None}
             scratch = _Room([it.scratch_bytes for it in chosen.values()], device)

@@ -32,7 +32,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     model : nn.Module
         On any devices.
     threads : int, optional
-        How many encode; by default one for each processor.
+        Of the host, which encode weights that are there, and choose codes for those on a GPU, which encodes
+        them. By default one for each processor.
     min_bytes : int
         Smaller parameters stay plain.
 

@@ -34,14 +34,15 @@ def pack_sources(
     tensors : iterable of (str, torch.Tensor)
         Each with what errors call it; contiguous, of a floating-point dtype. Asked for as they are needed.
     threads : int, optional
-        By default one for each processor; the blobs do not depend on it.
+        Of the host, which encode what is there, and choose codes for what is on a GPU. By default one for
+        each processor; the blobs do not depend on it.
 
     Yields
     ------
     Resident or None
         For each, in their order; None if it would not shrink.
     """
-    for made in packed_there(tensors, CODEC):
+    for made in packed_there(tensors, CODEC, threads=threads):
         if made.blob is not None:
             yield Resident(made.blob, made.name)
         else:

@@ -406,6 +406,22 @@ MUTANTS = (
         "unit/test_window_products.py",
     ),
     mutant(
+        "kernels-behind-one-that-is-refused",
+        "cuda/window_products.py",
+        "threads.shutdown(cancel_futures=True)",
+        "threads.shutdown()",
+        "a dozen kernels are compiled before an error is seen",
+        "unit/test_window_products.py",
+    ),
+    mutant(
+        "kernels-loaded-twice",
+        "cuda/backend.py",
+        "            with self._lock:\n                if key not in self._kernels:\n",
+        "            with self._lock:\n                if key:\n",
+        "two threads load a kernel each, of which one is lost",
+        "unit/test_cuda_compile.py",
+    ),
+    mutant(
         "clusters-on-a-part-of-a-device",
         "cuda/window_products.py",
         "        if not grid:\n            return None\n",

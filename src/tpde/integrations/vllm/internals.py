@@ -132,14 +132,22 @@ def may_be_offloaded(prefix: str) -> bool:
     return bool(numbers) and bool(numbers[0] % how.offload_group_size >= last)
 
 
-def is_offloaded(weight: Tensor) -> bool:
-    """Whether vLLM keeps a parameter in host memory, and copies it to a buffer before its layer runs."""
+def mover_of(weight: Tensor) -> Any:
+    """What copies a parameter from host memory to a buffer before its layer runs; None if vLLM does not."""
     offloaders: Any = getattr(get_offloader(), "module_offloaders", ())
     for it in (it for one in offloaders for it in one._param_offloaders.values()):
         with contextlib.suppress(AttributeError):  # scales of KV caches are gone by then
             if it._param is weight:
-                return True
-    return False
+                return it
+    return None
+
+
+def forget_plain(mover: Any) -> None:
+    """Let go of a parameter's plain words on the host, once the layer has another parameter.
+
+    When all layers are loaded, vLLM takes what it moves from the parameter. Until then it would hold both.
+    """
+    mover._cpu_storage = None
 
 
 def quantizes_again() -> bool:

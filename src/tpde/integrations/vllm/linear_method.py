@@ -57,12 +57,13 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return
         weight: Tensor = layer.weight
         layer.tpde_width = weight.shape[0]
-        offloaded = internals.is_offloaded(weight)
+        mover = internals.mover_of(weight)
         packed = hold(self._report, weight.detach().contiguous(), self._name)
-        if offloaded:
+        if mover is not None:
             self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
-        if packed is not None and offloaded:
+        if packed is not None and mover is not None:
             layer.__dict__["tpde"] = OffloadedWeight(layer, packed, self._plain)
+            internals.forget_plain(mover)
         else:
             layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
         if not self.uses_meta_device:

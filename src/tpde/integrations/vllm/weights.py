@@ -26,6 +26,7 @@ HANDLE = "tpde_handle"  # a buffer of each module with such a weight
 _PADDED_TO = 0.72, 0.8, 0.88, 0.96, 1.0
 _HANDLE_BYTES = 16
 
+_just_packed: weakref.WeakSet[OffloadedWeight] = weakref.WeakSet()  # the last one
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
 
 
@@ -136,10 +137,15 @@ class OffloadedWeight(Weight):
     """One that vLLM keeps in host memory, and copies to a buffer on the device before its layer runs.
 
     Its blob is there whenever `product` is called. The layer's parameter is the buffer from when vLLM has
-    made it, after all weights are loaded.
+    made it, after all weights are loaded. Before, vLLM copies the parameter to memory of its own: what was
+    made here is let go when the next weight is packed, so that the host never holds two copies of all.
     """
 
     def _place(self, layer: Any, packed: PackedTensor) -> None:
+        for before in _just_packed:
+            before._follow()
+        _just_packed.clear()
+        _just_packed.add(self)
         shares = (int(share * packed.nbytes) for share in _PADDED_TO)
         size = next(it for it in shares if it >= packed.packed_bytes)  # nothing is packed that grows
         memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
