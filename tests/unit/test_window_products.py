@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import queue
 import threading
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from support.backends import MadeBackend, MadeKernel
 from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
-from tpde.cuda.window_products import DeviceWindow
+from tpde.cuda.window_products import DeviceWindow, compile_ahead
 from tpde.errors import CompileError, UnsupportedDevice
 
 H200, AMPERE, ADA = 227 << 10, 163 << 10, 99 << 10
@@ -308,6 +309,47 @@ def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any) -> None:
     with pytest.raises(CompileError, match="the first"):
         there(sections(4096, 4096)).prepare()
     assert next(numbers) <= 6, "the thread of the one that failed may have begun another"
+
+
+def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
+    """Without waiting for any: those of encoding and of a shape; `prepare` asks for no other."""
+    asked: queue.Queue[tuple[str, str]] = queue.Queue()
+    may = threading.Event()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        assert may.wait(20)
+        asked.put((name, repr(sorted(defines.items()))))
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    compile_ahead(4096, 5120, 0)
+    assert asked.empty()
+    may.set()
+    assert asked.get(timeout=20)[0] == "plan"
+    matrix = there(sections(4096, 5120))
+    products = {matrix.ways(count)[0].label for count in range(1, MOST_ROWS + 1)}
+    found = {asked.get(timeout=20) for _ in range(2 + len(products))}
+    assert {"rows", "lookup", "product", "group_product", "wide_product"} == {name for name, _ in found}
+    matrix.prepare()
+    assert {asked.get() for _ in range(asked.qsize())} <= found
+
+
+def test_what_fails_ahead_is_told_later(launch_on: Any) -> None:
+    tried = threading.Semaphore(0)
+
+    def kernel(*_: Any, **__: Any) -> MadeKernel:
+        tried.release()
+        raise CompileError("refused")
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    compile_ahead(4096, 6144, 0)
+    for _ in range(2):  # of encoding, and of the products
+        assert tried.acquire(timeout=20)
+    with pytest.raises(CompileError, match="refused"):
+        there(sections(4096, 6144)).prepare()
+    launch_on(MadeBackend(facts=UnsupportedDevice("too old")))
+    with pytest.raises(UnsupportedDevice, match="too old"):
+        compile_ahead(4096, 6144, 0)
 
 
 def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:

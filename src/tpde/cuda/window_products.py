@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 import numpy as np
 
 from tpde.codec.windows import ROWS_AT, Window, sections
+from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.product_ways import (
     KERNELS,
@@ -31,6 +32,7 @@ from tpde.errors import UnsupportedDevice
 X_AT = 16  # what addresses of rows of x are multiples of
 _DECODING = "rows", "lookup"  # kernels
 _COMPILING = 4  # kernels at a time
+_ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
 _CLUSTER = 8  # blocks
 
 
@@ -215,6 +217,23 @@ class DeviceWindow:
         made = _launch_of(current(), window.rows, window.columns, window.flags, count, self._device)
         self._products[count] = made
         return made
+
+
+def compile_ahead(rows: int, columns: int, device: int) -> None:
+    """Compile what a matrix of a shape takes in another thread, while it is read: its encoding and products.
+
+    For weights as trained ones are, with `ZERO` clear. The first model of an architecture on a machine takes
+    some 6 s of compiling. What fails there fails again where the matrix is encoded or prepared, and is told.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice
+        If there is no driver, no such device, or it cannot run our kernels.
+    """
+    backend = current()
+    backend.facts(device)
+    _ahead.submit(window_encode.prepare, device)
+    _ahead.submit(_compile, backend, rows, columns, 0, device)
 
 
 def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:

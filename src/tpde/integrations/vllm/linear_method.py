@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
+from tpde.cuda import window_products
 from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
@@ -44,7 +45,15 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
+        self._compile_ahead(layer)
         internals.initialize_online_processing(layer)
+
+    def _compile_ahead(self, layer: Any) -> None:
+        """Compile kernels for a layer's weight while weights are read."""
+        weight: Tensor = layer.weight
+        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16 and torch.cuda.is_available():
+            rows, columns = weight.shape
+            window_products.compile_ahead(rows, columns, torch.cuda.current_device())
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
