@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from tpde.cuda import window_products
 from tpde.integrations.transformers.internals import tied_weights
 from tpde.loading.checkpoint_files import GROUP_BYTES, Checkpoint, Stored, in_groups
 from tpde.loading.runs import Run
@@ -101,6 +102,9 @@ def open_some_fused(
     for device, names in there.items():
         if device.type == "cuda":
             _reserve(sum(runs[name].nbytes for name in names), device)
+            for rows, columns in {runs[name].shape for name in names if len(runs[name].shape) == 2}:
+                number = torch.cuda.current_device() if device.index is None else device.index
+                window_products.compile_ahead(rows, columns, number)
         alone = [name for name in names if len(runs[name].parts) == 1]
         turned = {runs[name].parts[0].name for name in alone if _is_turned(model, name)}
         groups = in_groups((runs[name].parts[0] for name in alone), lambda part: part.nbytes)
