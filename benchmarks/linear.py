@@ -6,7 +6,8 @@ graph of products with different ones, more bytes in all than the cache has; `al
 products, the layers in the model's order and the head at its end. Medians of alternating runs after one to
 warm up. More rows than products from windows take are multiplied by the matrix library, with a matrix that is
 decoded before each product, as models do. Every result is compared with a product in float64. The roof is the
-time in which the device copies as many bytes as the products must read: packed weights, once.
+time in which the device copies as many bytes as the products must read: packed weights, once. Glyd and NWC,
+where they are installed, pack the same matrices.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import tuned
 from benchmarks.harness.gpu import graph_of, stream
+from benchmarks.harness.processes import reason
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
+from benchmarks.peers import products
 from tpde.cuda.window_products import DeviceWindow
 
 TITLE, NEEDS_GPU = "Products from the window layout", True
@@ -65,7 +68,7 @@ MODELS = {
 
 
 class Matrix:
-    """A weight, plain and in windows."""
+    """A weight, plain and in windows, and as others pack it."""
 
     def __init__(self, rows: int, columns: int, draw: Any) -> None:
         import torch
@@ -78,6 +81,14 @@ class Matrix:
         assert encoded is not None
         self.blob, window = encoded
         self._device = DeviceWindow(window, self.blob.data_ptr(), torch.cuda.current_device())
+        self.others: dict[str, products.Product] = {}
+
+    def run(self, which: str, x: Any, y: Any) -> Any:
+        """The product in one of the ways; others give tensors of their own."""
+        if which in self.others:
+            return self.others[which](x)
+        getattr(self, which)(x, y)
+        return y
 
     def fused(self, x: Any, y: Any) -> None:
         """The product from windows; of many rows, from rows that are decoded."""
@@ -98,13 +109,41 @@ class Matrix:
         torch.mm(x, self.plain.T, out=y)
 
 
+def pack_by_others(made: dict[str, list[Matrix]], page: Page) -> list[str]:
+    """Have others pack the matrices: which could, all of them."""
+    able = []
+    for name in products.installed():
+        title, make, _ = products.PEERS[name]
+        note(f"{title} packs")
+        try:
+            for matrices in made.values():
+                for it in matrices:
+                    it.others[name] = make(it.plain)
+            able.append(name)
+        except Exception as error:
+            page.say(f"{title} does not pack them: {reason(error)}")
+            for matrices in made.values():
+                for it in matrices:
+                    it.others.pop(name, None)
+    return able
+
+
 class Race:
     """A model's products with so many rows of x."""
 
-    def __init__(self, model: Model, made: dict[str, list[Matrix]], count: int, runs: int, draw: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        made: dict[str, list[Matrix]],
+        count: int,
+        runs: int,
+        draw: Any,
+        others: Sequence[str],
+    ) -> None:
         import torch
 
         self._model, self._made, self._count, self._runs = model, made, count, runs
+        self._others, self.refused = others, dict[str, str]()
         self._x, self._y = {}, {}
         for name, matrices in made.items():
             rows, columns = matrices[0].plain.shape
@@ -113,13 +152,18 @@ class Race:
 
     def _run(self, which: str, name: str, number: int) -> None:
         matrices = self._made[name]
-        getattr(matrices[number % len(matrices)], which)(self._x[name], self._y[name])
+        matrices[number % len(matrices)].run(which, self._x[name], self._y[name])
 
-    def _times(self, run: Callable[[str], None]) -> list[float]:
-        """Microseconds on the device: the library's, ours."""
+    def _times(self, run: Callable[[str], None]) -> dict[str, float]:
+        """Microseconds on the device, by ways; others that fail are left out."""
         graphs = {which: graph_of(functools.partial(run, which)) for which in WAYS}
+        for which in self._others:
+            try:
+                graphs[which] = graph_of(functools.partial(run, which))
+            except Exception as error:
+                self.refused[which] = reason(error)
         taken = medians(alternate(graphs, self._runs, clock=on_device))
-        return [1e6 * taken[which] for which in WAYS]
+        return {which: 1e6 * seconds for which, seconds in taken.items()}
 
     def matrix(self, name: str, page: Page) -> list[str]:
         """A line of the table."""
@@ -130,26 +174,32 @@ class Race:
             for number in range(count):
                 self._run(which, name, number)
 
-        theirs, ours = (it / count for it in self._times(run))
-        mine, library = self._errors(name)
+        taken = {which: time / count for which, time in self._times(run).items()}
+        theirs, ours = (taken[which] for which in WAYS)
+        errors = self._errors(name, taken)
+        library, mine = (errors[which] for which in WAYS)
         rows, columns = matrices[0].plain.shape
         right = mine <= MOST_ERROR * library
         page.judge(right, f"error, {name}, {self._count} rows")
         line = [str(self._count), name, f"{rows} x {columns}", f"{theirs:.1f}", f"{ours:.1f}"]
         line += [f"{theirs / ours:.2f}", f"{matrices[0].blob.nbytes / ours / 1e6:.2f}"]
-        return [*line, f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")]
+        line += [f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")]
+        for which in self._others:
+            wrong = f" (error {errors[which]:.3e})" if errors.get(which, 0) > MOST_ERROR * library else ""
+            line.append(f"{taken[which]:.1f}{wrong}" if which in taken else "-")
+        return line
 
-    def _errors(self, name: str) -> list[float]:
+    def _errors(self, name: str, ways: Iterable[str]) -> dict[str, float]:
         """How far the products are from that in float64."""
         x, y, matrix = self._x[name], self._y[name], self._made[name][0]
-        needed, found = x.double() @ matrix.plain.double().T, []
-        for which in reversed(WAYS):
-            getattr(matrix, which)(x, y)
-            found.append(float((y.double() - needed).norm() / needed.norm()))
+        needed = x.double() @ matrix.plain.double().T
+        norm, found = needed.norm(), dict[str, float]()
+        for which in ways:
+            found[which] = float((matrix.run(which, x, y).double() - needed).norm() / norm)
         return found
 
-    def all(self) -> tuple[float, float]:
-        """Microseconds of all products of a token."""
+    def all(self) -> dict[str, float]:
+        """Microseconds of all products of a token, by ways."""
 
         def run(which: str) -> None:
             for layer in range(self._model.layers):
@@ -157,8 +207,7 @@ class Race:
                     self._run(which, name, layer)
             self._run(which, "head", 0)
 
-        theirs, ours = self._times(run)
-        return theirs, ours
+        return self._times(run)
 
 
 class Point(NamedTuple):
@@ -229,25 +278,29 @@ def run(options: argparse.Namespace, page: Page) -> None:
         roof = ((sum(each.values()) - each["head"]) * model.layers + each["head"]) / rate
         words = sum(it[0].plain.numel() for it in made.values())
         bits = 8 * sum(it[0].blob.nbytes for it in made.values()) / words
+        page.section(model.name)
+        page.say(f"{bits:.3f} bits a weight; the roof of all products is {1e6 * roof:.0f} us.")
+        others, refused = pack_by_others(made, page), dict[str, str]()
         for count in options.rows:
             note(f"{model.name}: {count} rows")
-            race = Race(model, made, count, options.runs, draw)
+            race = Race(model, made, count, options.runs, draw, others)
             for name in made:
                 lines.append(race.matrix(name, page))
-            theirs, ours = race.all()
+            taken = race.all()
+            theirs, ours = (taken[which] for which in WAYS)
             points.append(Point(model.name, count, theirs / 1e6, ours / 1e6, roof))
             times_as_fast = f"{theirs / ours:.2f}"
             if key == "8b" and count in bars:
                 met = page.judge(theirs / ours >= bars[count], f"all, {count} rows")
                 times_as_fast += f" (bar {bars[count]}: {met})"
             speed = f"{roof * rate / ours / 1e6:.2f}"
-            lines.append(
-                [str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, speed, "", ""]
-            )
+            line = [str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, speed, "", ""]
+            lines.append([*line, *(f"{taken[it]:.0f}" if it in taken else "-" for it in others)])
+            refused |= race.refused
         columns = ["rows", "", "shape", "library, us", "windows, us", "times", "TB/s", "error", "library's"]
-        page.section(model.name)
-        page.say(f"{bits:.3f} bits a weight; the roof of all products is {1e6 * roof:.0f} us.")
-        page.table(columns, lines)
+        page.table([*columns, *(f"{products.PEERS[it][0]}, us" for it in others)], lines)
+        for name, why in refused.items():
+            page.say(f"{products.PEERS[name][0]} refuses what has a dash: {why}")
         page.save()
         del made, race
         torch.cuda.empty_cache()
