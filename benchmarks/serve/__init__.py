@@ -38,6 +38,7 @@ from benchmarks.serve.ways import WAYS
 
 TITLE = "Serving with vLLM"
 CONCURRENT = [1, 8, 32, 128]
+LEAST = 8  # requests that are measured
 _packing = threading.Lock()
 
 
@@ -46,7 +47,7 @@ def measure(way: str, server: Server | Engine | Latency, model: Path, options: a
     lengths = options.prompt, options.tokens
     found: Row = {"start": "-" if server.load_s is None else f"{server.load_s:.1f}"}
     for count in options.concurrent:
-        asked = server.bench(model, count, lengths, max(options.rounds * count, 4))
+        asked = server.bench(model, count, lengths, max(options.rounds * count, LEAST))
         found[f"{count}"] = {key: asked[key] for key, *_ in FIGURES if key in asked}
         note(f"{way}, {count} at a time: {found[f'{count}']}")
     if isinstance(server, Engine) and options.compare:
