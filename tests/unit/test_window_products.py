@@ -6,13 +6,14 @@ import functools
 import itertools
 import queue
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
+from tpde.cuda import window_products
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
 from tpde.cuda.window_products import DeviceWindow, compile_ahead
@@ -290,21 +291,28 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
     assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
 
 
-def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any) -> None:
+def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first error is raised, not that of the kernel asked for first; what has not begun is left."""
-    numbers, four, failed = itertools.count(1), threading.Barrier(4), threading.Event()
+    numbers, four, ended = itertools.count(1), threading.Barrier(4), threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        """Says when it has taken back what it was asked to, before it waits for what has begun."""
+
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            ended.set()
+            super().shutdown(wait)
 
     def kernel(*_: Any, **__: Any) -> MadeKernel:
         number = next(numbers)
         if number <= 4:
             four.wait(20)
         if number == 4:
-            failed.set()
             raise CompileError("the first")
-        assert failed.wait(20)
-        time.sleep(0.2)  # the others are cancelled meanwhile
+        assert ended.wait(20)
         raise CompileError("another")
 
+    monkeypatch.setattr(window_products, "ThreadPoolExecutor", Pool)
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     with pytest.raises(CompileError, match="the first"):
         there(sections(4096, 4096)).prepare()
@@ -335,16 +343,20 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
 
 
 def test_what_fails_ahead_is_told_later(launch_on: Any) -> None:
-    tried = threading.Semaphore(0)
+    """It is tried once for all layers of a shape."""
+    asked: queue.Queue[tuple[str, int]] = queue.Queue()
 
-    def kernel(*_: Any, **__: Any) -> MadeKernel:
-        tried.release()
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        asked.put((name, defines.get("TAIL", 0)))
         raise CompileError("refused")
 
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
-    compile_ahead(4096, 6144, 0)
-    for _ in range(2):  # of encoding, and of the products
-        assert tried.acquire(timeout=20)
+    for columns in (6144, 6144, 6144, 6200):
+        compile_ahead(4096, columns, 0)
+    encoding = 0
+    while (it := asked.get(timeout=20))[1] == 0:  # the last shape's chunks are not all full
+        encoding += it[0] == "plan"
+    assert encoding == 2
     with pytest.raises(CompileError, match="refused"):
         there(sections(4096, 6144)).prepare()
     launch_on(MadeBackend(facts=UnsupportedDevice("too old")))

@@ -232,6 +232,12 @@ def compile_ahead(rows: int, columns: int, device: int) -> None:
     """
     backend = current()
     backend.facts(device)
+    _begin(backend, rows, columns, device)
+
+
+@functools.cache
+def _begin(backend: Backend, rows: int, columns: int, device: int) -> None:
+    """Once for a shape: of kernels that are refused, each layer of a model would try all again."""
     _ahead.submit(window_encode.prepare, device)
     _ahead.submit(_compile, backend, rows, columns, 0, device)
 
