@@ -104,6 +104,27 @@ def test_the_host_holds_one_copy(offloading: list[Any], kernels: str) -> None:
     assert mover._cpu_storage.data_ptr() == made.weight.data_ptr()
 
 
+def test_a_layer_that_the_host_had_no_room_for(
+    offloading: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is loaded after it, while the error is still held, does not meet it."""
+    from tpde.integrations.vllm import weights
+    from tpde.integrations.vllm.report import LoadReport
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    report = LoadReport("fused")
+    report.awaited += 1  # more is to come
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.BlobParameter, "of", refused)
+        with pytest.raises(MemoryError) as held:
+            layer(offloading, report, 0)
+    made, _, plain = layer(offloading, report, 1)
+    assert_same_bits(made.__dict__["tpde"].rows(torch.tensor([3])), plain[[3]])
+    assert held.traceback
+
+
 def test_buffers_of_fp16(offloading: list[Any]) -> None:
     """Blobs of 0.85 to 0.87 of the plain bytes are of one size, too."""
     from tpde.integrations.vllm.report import LoadReport

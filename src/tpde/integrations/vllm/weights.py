@@ -137,15 +137,16 @@ class OffloadedWeight(Weight):
     """One that vLLM keeps in host memory, and copies to a buffer on the device before its layer runs.
 
     Its blob is there whenever `product` is called. The layer's parameter is the buffer from when vLLM has
-    made it, after all weights are loaded. Before, vLLM copies the parameter to memory of its own: what was
-    made here is let go when the next weight is packed, so that the host never holds two copies of all.
+    made it, after all weights are loaded. Before, vLLM 0.32 copies the parameter to memory of its own: what
+    was made here is let go when the next weight is packed, so that the host never holds two copies of all.
+    0.26 copies all of them when the last is packed, and each is let go when its layer first runs.
     """
 
     def _place(self, layer: Any, packed: PackedTensor) -> None:
-        for before in _just_packed:
-            before._follow()
+        before = list(_just_packed)
         _just_packed.clear()
-        _just_packed.add(self)
+        for it in before:
+            it._follow()
         shares = (int(share * packed.nbytes) for share in _PADDED_TO)
         size = next(it for it in shares if it >= packed.packed_bytes)  # nothing is packed that grows
         memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -157,6 +158,7 @@ class OffloadedWeight(Weight):
         packed.apply(to_host)
         layer.weight = BlobParameter.of(packed, memory)
         self._at = memory.data_ptr()
+        _just_packed.add(self)  # last: one that had no room has nothing to follow
 
     def _follow(self) -> None:
         layer: Any = self._layer()
