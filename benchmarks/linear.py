@@ -185,8 +185,11 @@ class Race:
         line += [f"{theirs / ours:.2f}", f"{matrices[0].blob.nbytes / ours / 1e6:.2f}"]
         line += [f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")]
         for which in self._others:
-            wrong = f" (error {errors[which]:.3e})" if errors.get(which, 0) > MOST_ERROR * library else ""
-            line.append(f"{taken[which]:.1f}{wrong}" if which in taken else "-")
+            if which not in taken:
+                line.append("-")
+                continue
+            right = errors[which] <= MOST_ERROR * library  # never of NaN
+            line.append(f"{taken[which]:.1f}" + ("" if right else f" (error {errors[which]:.3e})"))
         return line
 
     def _errors(self, name: str, ways: Iterable[str]) -> dict[str, float]:

@@ -113,6 +113,38 @@ class TestKernels:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert "\n- Ways of fused products: built in\n" in text
 
+    def test_peers_of_products(self, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What others take is beside ours; what they refuse, and what is wrong, is said."""
+        module = importlib.import_module("benchmarks.linear")
+        models = {"8b": module.Model("Small", 1, 256, 256, 128, 256, 256)}
+        small("linear", MODELS=models, COLD=1 << 18, DeviceWindow=Product, _memory_rate=lambda: 1e12)
+
+        def one_row(weight: Any) -> Any:
+            def product(x: Any) -> Any:
+                if len(x) > 1:
+                    raise RuntimeError("one row alone")
+                return x @ weight.T
+
+            return product
+
+        def refuse(weight: Any) -> Any:
+            raise ValueError("no such layout")
+
+        made = {"one": one_row, "wrong": lambda weight: lambda x: torch.nan * (x @ weight.T), "none": refuse}
+        peers = {name: (name.title(), make, ()) for name, make in made.items()}
+        monkeypatch.setattr(module.products, "PEERS", peers)
+        bars, text = run(tmp_path, "linear", "--rows", "1", "4", "--runs", "1", "--models", "8b")
+        assert len(bars) == 10, "peers have none"
+        assert all(bars.values())
+        assert "\nNone does not pack them: ValueError: no such layout\n" in text
+        assert "\nOne refuses what has a dash: RuntimeError: one row alone\n" in text
+        cells = [[it.strip() for it in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+        assert cells[0][9:] == ["One, us", "Wrong, us"]
+        ones = {row[0]: row[9] for row in cells[2:]}
+        assert ones["4"] == "-" != ones["1"]
+        assert all("(error nan)" in row[10] for row in cells[2:] if row[1] != "all")
+        assert not any("error" in row[9] for row in cells[2:])
+
     def test_a_table_of_products(
         self, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
     ) -> None:
