@@ -33,8 +33,8 @@ _WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
 # Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by rows of x. On an
 # H100, 64 rows with 28672 x 4096 words, where x stays, take 72.9 us, by `group_product` 65.9; with 4096 x
-# 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.7 and
-# 71.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
+# 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.6 and
+# 66.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
 _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
