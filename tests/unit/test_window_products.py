@@ -16,6 +16,7 @@ from tpde.codec.windows import Window, sections
 from tpde.cuda import window_products
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
+from tpde.cuda.window_experts import DeviceExperts
 from tpde.cuda.window_products import DeviceWindow, compile_ahead
 from tpde.errors import CompileError, UnsupportedDevice
 
@@ -192,6 +193,14 @@ def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:
 
 def there(matrix: Window) -> DeviceWindow:
     return DeviceWindow(matrix, 1 << 20, 0)
+
+
+@pytest.mark.parametrize(("shared", "blocks"), [(H200, 2), (AMPERE, 2), (ADA, 1)])
+def test_experts_are_decoded_by_as_many_blocks_as_have_room(launch_on: Any, shared: int, blocks: int) -> None:
+    found, matrix = Launches(launch_on, (8, 0), shared=shared), sections(48, 512)
+    DeviceExperts([(matrix, 1 << 20), (matrix, 1 << 21)], 2, False, 0).prepare()
+    ((_, grid, *_),) = (it for it in found.made if it[0] == "experts_rows")
+    assert grid == blocks * 132
 
 
 def test_a_group_takes_them_all(launch_on: Any) -> None:

@@ -239,7 +239,9 @@ class DeviceExperts:
 @functools.cache
 def _decoding(backend: Backend, tail: bool, device: int) -> KernelLaunch:
     kernel = backend.kernel(SOURCE, "experts_rows", {"TAIL": int(tail)}, device)
-    return kernel.launch(2 * backend.facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
+    have, shared = backend.facts(device), WARPS * WARP_BYTES
+    grid = blocks_at_once(shared, have.shared_bytes) * have.multiprocessors
+    return kernel.launch(grid, 32 * WARPS, shared)
 
 
 @functools.cache
