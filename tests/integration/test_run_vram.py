@@ -99,12 +99,15 @@ def test_the_bar_ends_with_the_first_token(llama: Pair, monkeypatch: pytest.Monk
     monkeypatch.setenv("TERM", "xterm")
     placed(monkeypatch, every("host"))
     opened = Opened()
-    args = ["run", str(llama.packed), "--prompt", "Hello", "--max-new-tokens", "5", "--vram", "1GiB"]
+    args = ["run", str(llama.packed), "--prompt", "Hello", "--max-new-tokens", "5"]
+    expected = run(*args[1:]).stdout
     with closing(opened), loading_on(Machine(opened)):
-        monkeypatch.setattr(sys, "stdout", Terminal("text", log))
+        out = Terminal("text", log)
+        monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", Terminal("bar", log))
-        app(args, standalone_mode=False)
+        app([*args, "--vram", "1GiB"], standalone_mode=False)
         monkeypatch.undo()
+    assert out.getvalue() == expected
     bar = [number for number, it in enumerate(log) if it.startswith("bar")]
     text = [number for number, it in enumerate(log) if it.startswith("text")]
     assert "loading" in "".join(log[it] for it in bar)
