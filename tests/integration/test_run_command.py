@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
-from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.checkpoints import Pair, checkpoint
+from support.checkpoints import Pair, byte_tokenizer, checkpoint, write
 from support.commands import invoke, process
-from support.models import torch
+from support.models import make, torch
 
-from tpde.cli import common
-from tpde.cli import run as run_command
+from tpde.cli import app, common
+from tpde.cli.run_stats import say_sizes
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -181,61 +182,20 @@ def test_damage_has_its_exit_code(tmp_path: Path) -> None:
 # ---- what it is told, and what it says
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Give what a model would have been run with."""
-    from tpde.integrations.transformers import folder, run_memory
-    from tpde.loading import devices
-
-    found: dict[str, Any] = {}
-    monkeypatch.setattr(
-        devices, "checked_device", lambda name, *_: found.setdefault("device", torch.device(name or "cpu"))
-    )
-    monkeypatch.setattr(folder, "model_directory", lambda path, **_: (Path(path), {}))
-    monkeypatch.setattr(run_memory, "Peak", lambda device: PEAK)
-    monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
-    monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))
-    return found
-
-
-def test_what_a_text_is_made_with(started: dict[str, Any], tmp_path: Path) -> None:
-    assert invoke("run", "model", "--prompt", "x").exit_code == 0
-    folder, device, budget, _, result, *rest = started.pop("generate")
-    assert (folder, str(device), budget) == (Path("model"), "cpu", None)
-    assert result == {"model": "model", "device": "cpu", "kernels": "exact", "pack": False}
-    assert rest == ["x", 128, 0.0, 0, None, False, False]
-    started.clear()
-    options = [
-        "--max-new-tokens",
-        7,
-        "--temperature",
-        0.5,
-        "--seed",
-        9,
-        "--stats",
-        "--json",
-        "--vram",
-        "1GiB",
-    ]
-    options += ["--ram", "2GiB", "--max-tokens", 77, "--trace", tmp_path / "trace"]
-    assert invoke("run", "model", "--prompt", "x", *options).exit_code == 0
-    _, device, budget, _, _, *rest = started.pop("generate")
-    assert str(device) == "cuda"  # a budget is of its memory
-    assert (budget.vram, budget.ram, budget.max_tokens, budget.max_batch) == (1 << 30, 2 << 30, 77, 1)
-    assert rest == ["x", 7, 0.5, 9, tmp_path / "trace", True, True]
-
-
-def test_what_vectors_are_made_with(started: dict[str, Any]) -> None:
-    from tpde.integrations.transformers.embed import BATCH
-
-    assert invoke("run", "model", "--embed", "a", "b").exit_code == 0
-    _, _, budget, _, _, *rest = started.pop("embed")
-    assert (budget, rest) == (None, [["a", "b"], None, False, False])
-    started.clear()
-    options = ["--device", "cpu", "--vram", "1GiB", "--stats", "--json"]
-    assert invoke("run", "model", "--embed", "a", *options).exit_code == 0
-    _, device, budget, _, _, *rest = started.pop("embed")
-    assert (str(device), budget.max_batch, rest) == ("cpu", BATCH, [["a"], None, True, True])
+def test_what_a_text_is_made_with(llama: Pair) -> None:
+    """By default, greedily, and up to 128 tokens."""
+    made = json.loads(invoke("run", llama.packed, "--prompt", "x", "--json", "--device", "cpu").stdout)
+    asked = {"model": str(llama.packed), "device": "cpu", "kernels": "exact", "pack": False}
+    assert made.items() >= asked.items()
+    assert made["tokens"] == _generated(llama, "x", max_new_tokens=128, do_sample=False)
+    assert made["new_tokens"] == len(made["tokens"]) > 12
+    assert "streaming" not in made
+    for more in (["--kernels", "fused"], ["--pack"]):
+        done = invoke("run", llama.packed, "--prompt", "x", "--json", "--device", "cpu", *more)
+        other = json.loads(done.stdout)
+        assert (other["kernels"] == "fused", other["pack"]) == (more[0] == "--kernels", more == ["--pack"])
+        assert other["tokens"] == made["tokens"]
+        assert ("multiplies by packed weights on a GPU only" in done.stderr) == (more[0] == "--kernels")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +208,7 @@ def test_what_vectors_are_made_with(started: dict[str, Any]) -> None:
         (["--embed"], "`--embed` has no text"),
         (["text"], "it is not said what to do with the text `text`"),
         (["--prompt", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),
+        (["--embed", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),
         (["--prompt", "x", "--trace", "no/t", "--vram", "1GiB"], "cannot be written"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "x", "--temperature", "-1"], "--temperature"),
@@ -256,191 +217,104 @@ def test_what_vectors_are_made_with(started: dict[str, Any]) -> None:
         (["--prompt", "x", "--vram", "1GiB", "--max-tokens", "0"], "--max-tokens"),
     ],
 )
-def test_runs_that_cannot_be_are_refused_before_anything(
-    options: list[str], says: str, started: dict[str, Any]
-) -> None:
-    done = invoke("run", "model", *options)
+def test_runs_that_cannot_be_are_refused_before_anything(options: list[str], says: str) -> None:
+    """Before the model is looked for: there is none."""
+    done = invoke("run", "no-such-model", *options)
     assert done.exit_code == common.USAGE
     assert says in done.stderr
-    assert not started.keys() & {"generate", "embed"}
+    assert "no-such-model" not in done.stderr
 
 
-class Streamer:
-    """What a streamed model has, as far as commands use it."""
+class Terminal(io.StringIO):
+    """Notes what is written, and when it is flushed."""
 
-    def __init__(self, events: list[Any], devices: tuple[str, ...] = ("cuda:0",)) -> None:
-        self.events, self.streamers = events, devices
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str | None] = []
 
-    def check(self) -> None:
-        self.events.append("check")
+    def write(self, text: str) -> int:
+        self.log.append(text)
+        return super().write(text)
 
-    def trace(self, path: Path) -> None:
-        self.events.append(path)
-
-    def stats(self) -> dict[str, dict[str, int]]:
-        return {"cuda:0": {"copied": 1}}
-
-    def summary(self, device: str) -> Any:
-        return SimpleNamespace(text=lambda: f"fast\nof {device}")
-
-
-SIZES = {"packed_bytes": 1 << 20, "unpacked_bytes": 3 << 20, "plain_bytes": 512, "load_seconds": 1.5}
-PEAK = SimpleNamespace(bytes=lambda: 5 << 20)
+    def flush(self) -> None:
+        self.log.append(None)
 
 
 @pytest.mark.parametrize(("as_json", "stats"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("both", [False, True], ids=["decoder", "encoder and decoder"])
 def test_a_text_is_written_as_it_comes_and_told_at_the_end(
     as_json: bool,
     stats: bool,
-    both: bool,
+    llama: Pair,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tpde.integrations.transformers import folder, generate, tokens
-
-    events: list[Any] = []
-    flushes: list[None] = []
-    monkeypatch.setattr(sys.stdout, "flush", lambda: flushes.append(None))
-    model = SimpleNamespace(tpde_streamer=Streamer(events))
-
-    def load(*args: Any) -> Any:
-        bar: ExitStack = args[4]
-        bar.callback(events.append, "bar closed")
-        events.append(("record", args[3]))
-        return model, dict(SIZES)
-
-    def make(_: Any, __: Any, prompt: str, *, write: Any, **options: Any) -> Any:
-        assert options == {"max_new_tokens": 7, "temperature": 0.5, "seed": 9}
-        write("one ")
-        assert bool(flushes) is not as_json  # whoever reads it need not wait for the next
-        events.append("written")
-        write("two")
-        return generate.Generation("one two", [4, 5, 6], 3, 0.25, 12.5, 2.0)
-
-    monkeypatch.setattr(run_command, "_load", load)
-    monkeypatch.setattr(generate, "load_tokenizer", lambda _: lambda prompt: {"input_ids": [1] * len(prompt)})
-    monkeypatch.setattr(generate, "generate", make)
-    monkeypatch.setattr(folder, "read_config", lambda _: {"is_encoder_decoder": both})
-    monkeypatch.setattr(tokens, "check_tokens", lambda *args: events.append(args))
-    budget = SimpleNamespace(max_tokens=50)
-    args = (
-        Path("m"),
-        torch.device("cpu"),
-        budget,
-        PEAK,
-        {"model": "m", "kernels": "exact", "pack": False},
-        "abc",
-        7,
-        0.5,
-        9,
-        Path("t"),
-    )
-    run_command._generate(*args, stats, as_json)  # type: ignore[arg-type]
-    # The last token is not read, unless one that starts the decoder was.
-    assert events == [(1, 3 + 6 + both, 50), ("record", True), "bar closed", "written", "check", Path("t")]
-    out, err = capsys.readouterr()
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    args = ["run", str(llama.packed), "--prompt", "abc", "--max-new-tokens", "7", "--device", "cpu"]
+    app([*args, *["--stats"] * stats, *["--json"] * as_json], standalone_mode=False)
+    expected = _generated(llama, "abc", max_new_tokens=7, do_sample=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama.plain)
     if as_json:
-        found = json.loads(out)
-        assert (found["text"], found["tokens"], found["prompt_tokens"]) == ("one two", [4, 5, 6], 3)
-        assert (found["new_tokens"], found["tokens_per_second"], found["seconds"]) == (3, 12.5, 2.0)
-        assert (found["first_token_seconds"], found["peak_bytes"], found["model"]) == (0.25, 5 << 20, "m")
-        assert found["streaming"] == {"cuda:0": {"copied": 1}}
-        assert found.items() >= SIZES.items()
+        found = json.loads(out.getvalue())
+        assert found["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert (found["tokens"], found["prompt_tokens"], found["new_tokens"]) == (expected, 3, 7)
+        assert 0 < found["first_token_seconds"] < found["seconds"]
+        assert found["load_seconds"] > 0
     else:
-        assert out == "one two\n"
+        assert out.getvalue() == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+        assert len([it for it in out.log if it is not None]) > 7, "as tokens come"
+        # Whoever reads it need not wait for the next.
+        assert all(after is None for it, after in pairwise(out.log) if it is not None)
     told = [
-        "tokens: 3 read, 3 written",
-        "speed: first token after 250 ms, then 12.5 tokens/s",
-        "weights: 1.0 MiB packed, 3.0 MiB unpacked; 512 B stored plain; loaded in 1.50 s",
-        "peak: 5.0 MiB of memory, Python included",
-        "cuda:0: fast",
-        "cuda:0: of cuda:0",
+        "tokens: 3 read, 7 written",
+        r"speed: first token after \d+ ms, then \d+\.\d tokens/s",
+        r"weights: \d+\.\d KiB packed, \d+\.\d KiB unpacked; 896 B stored plain; loaded in \d+\.\d\d s",
+        r"peak: .* of memory, Python included",
     ]
-    assert err.splitlines() == (told if stats else [])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == stats * len(told), "without a budget, nothing is said of copies"
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, lines, strict=False)), lines
 
 
-@pytest.mark.parametrize(("as_json", "stats"), [(False, True), (True, False)])
-def test_vectors_are_told_with_all_their_digits(
-    as_json: bool, stats: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tpde.integrations.transformers import embed, generate
-
-    vectors = torch.tensor([[0.1, 1 / 3], [1e-30, float("nan")]])[: 1 if as_json else 2]
-    record: list[bool] = []
-
-    def load(*args: Any) -> Any:
-        record.append(args[3])
-        return SimpleNamespace(tpde_streamer=Streamer([], ())), dict(SIZES)
-
-    monkeypatch.setattr(run_command, "_load", load)
-    monkeypatch.setattr(generate, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(embed, "read_recipe", lambda _: embed.Recipe("mean", True, None))
-    monkeypatch.setattr(embed, "embed", lambda *_: (vectors, 11))
-    run_command._embed(
-        Path("m"),
-        torch.device("cuda"),
-        None,
-        PEAK,
-        {"model": "m", "kernels": "exact", "pack": False},
-        ["a"],
-        None,
-        stats,
-        as_json,  # type: ignore[arg-type]
-    )
-    assert record == [stats]
-    out, err = capsys.readouterr()
-    if as_json:
-        found = json.loads(out)
-        assert torch.equal(torch.tensor(found["embeddings"]), vectors)
-        assert (found["pooling"], found["normalized"], found["dimensions"]) == ("mean", True, 2)
-        assert (found["tokens"], found["peak_bytes"]) == (11, 5 << 20)
-        assert found["tokens_per_second"] == pytest.approx(11 / found["seconds"])
-        assert err == ""
-        return
-    rows = torch.tensor([json.loads(line) for line in out.splitlines()])
-    assert torch.equal(rows.view(torch.int32)[0], vectors.view(torch.int32)[0])
-    assert rows[1].isnan().tolist() == [False, True]
-    lines = err.splitlines()
-    assert lines[0] == "vectors: 2 of 2 dimensions, pooling mean, length 1"
-    assert lines[1].startswith("speed: 11 tokens in ")
-    assert lines[3] == "peak: 5.0 MiB of the GPU's memory beyond the context"
-    assert lines[4:] == ["copies: none: all weights fit the device"]
+def test_vectors_are_told_with_all_their_digits(tmp_path: Path) -> None:
+    """Of what is no number, too."""
+    model = make("bert", torch.float32)
+    tokenizer = byte_tokenizer()
+    (token,) = tokenizer("x")["input_ids"]
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[token] = float("nan")
+    pair = write(tmp_path, model)
+    ids = torch.tensor([tokenizer(text)["input_ids"] for text in ("y", "x")])
+    with torch.inference_mode():
+        expected = [model(ids[:count]).last_hidden_state[0, 0] for count in (1, 2)]
+    args = ("run", pair.packed, "--embed", "y", "x", "--device", "cpu")
+    done = invoke(*args, "--stats")
+    rows = torch.tensor([json.loads(line) for line in done.stdout.splitlines()])
+    assert torch.equal(rows[0].view(torch.int32), expected[1].view(torch.int32))
+    assert rows[1].isnan().all()
+    lines = done.stderr.splitlines()
+    assert lines[0] == "vectors: 2 of 64 dimensions, pooling mean"
+    assert lines[1].startswith("speed: 2 tokens in ")
+    assert lines[3].startswith("peak: ")
+    assert len(lines) == 4
+    done = invoke("run", pair.packed, "--embed", "y", "--device", "cpu", "--json")
+    found = json.loads(done.stdout)
+    assert torch.equal(torch.tensor(found["embeddings"]), expected[0][None])
+    assert (found["pooling"], found["normalized"], found["dimensions"]) == ("mean", False, 64)
+    assert found["tokens"] == 1
+    assert found["tokens_per_second"] == pytest.approx(1 / found["seconds"])
+    assert found["peak_bytes"] > 50 << 20
+    assert done.stderr == ""
 
 
-def test_a_model_that_is_not_streamed_has_nothing_to_finish(capsys: pytest.CaptureFixture[str]) -> None:
-    model, events = SimpleNamespace(), []  # type: ignore[var-annotated]
-    assert run_command._finish_streaming(model, Path("t")) == {}
-    run_command.say_copies(model)
-    assert capsys.readouterr() == ("", "")
-    streamed = SimpleNamespace(tpde_streamer=Streamer(events))
-    assert run_command._finish_streaming(streamed, None) == {"streaming": {"cuda:0": {"copied": 1}}}
-    assert events == ["check"]
-
-
-@pytest.mark.parametrize("record", [False, True])
-@pytest.mark.parametrize("budget", [None, SimpleNamespace()])
-def test_a_streamed_model_is_recorded_where_that_is_wanted(
-    record: bool, budget: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpde.integrations.transformers import load_model, run_memory
-
-    found: dict[str, Any] = {"record": 0}
-
-    def recorded() -> None:
-        found["record"] += 1
-
-    def load(*args: Any, **options: Any) -> Any:
-        found.update(args=args, options=options)
-        return SimpleNamespace(tpde_streamer=SimpleNamespace(record=recorded))
-
-    monkeypatch.setattr(load_model, "load_model", load)
-    monkeypatch.setattr(run_memory, "weight_bytes", lambda _: {"packed_bytes": 1})
-    with ExitStack() as bar:
-        _, sizes = run_command._load(Path("m"), torch.device("cpu"), budget, record, bar, "kind")
-    assert found["args"] == (Path("m"), torch.device("cpu"), budget)
-    assert found["options"]["model_class"] == "kind"
-    assert callable(found["options"]["progress"]) is (budget is not None)
-    assert found["record"] == (budget is not None and record)
-    assert sizes["packed_bytes"] == 1
-    assert sizes["load_seconds"] > 0
+@pytest.mark.parametrize(
+    ("device", "what"),
+    [("cpu", "of memory, Python included"), ("cuda", "of the GPU's memory beyond the context")],
+)
+def test_what_sizes_are_of(device: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"packed_bytes": 1 << 20, "unpacked_bytes": 3 << 20, "plain_bytes": 512, "load_seconds": 1.5}
+    say_sizes(sizes | {"peak_bytes": 5 << 20}, torch.device(device))
+    assert capsys.readouterr().err.splitlines() == [
+        "weights: 1.0 MiB packed, 3.0 MiB unpacked; 512 B stored plain; loaded in 1.50 s",
+        f"peak: 5.0 MiB {what}",
+    ]

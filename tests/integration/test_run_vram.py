@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.budgets import MIXED, every, simulated
+from support.budgets import MIXED, Opened, SimulatedMachine, every, load, placed, simulated
 from support.checkpoints import Pair, checkpoint
 from support.commands import invoke
-from support.models import torch
+from support.simulated import MemoryFeed, Ticket
 
-from tpde.errors import Corrupt
+from tpde.cli import app
+from tpde.errors import OutOfMemory
+from tpde.io.sources import Extent
+from tpde.loading.machine import loading_on
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Run the command with the simulated device for `cuda`."""
-    from tpde.integrations.transformers import load_model
-    from tpde.loading import devices
-
-    def cpu(*_: object) -> torch.device:
-        return torch.device("cpu")
-
-    monkeypatch.setattr(devices, "checked_device", cpu)
-    monkeypatch.setattr(load_model, "checked_device", cpu)
-    monkeypatch.setattr(load_model, "_check_gpus", lambda _: None)
-    with simulated(monkeypatch, every(*MIXED)):
-        yield lambda *args: invoke("run", *args)
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    """Have weights in all places, on a GPU that is simulated: what is opened for them."""
+    with simulated(monkeypatch, every(*MIXED)) as found:
+        yield found
 
 
-def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
+def run(*args: Any) -> Any:
+    return invoke("run", *args)
+
+
+@pytest.mark.usefixtures("opened")
+def test_command(llama: Pair, tmp_path: Path) -> None:
     args = (llama.packed, "--prompt", "Hello", "--max-new-tokens", "5")
     expected = json.loads(run(*args, "--json").stdout)
     budget = ("--vram", "1GiB", "--ram", "64MiB", "--max-tokens", "9")
@@ -43,6 +44,7 @@ def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["tokens"] == expected["tokens"]
+    assert found["device"] == "cpu"
     assert found["streaming"]["cpu"]["copied_bytes"] > 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     done = run(*args, *budget, "--stats")
@@ -54,64 +56,125 @@ def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
     assert "hint: pass fewer" in refused.stderr
 
 
-def test_the_bar_ends_with_the_first_token(
-    run: Callable[..., Any], llama: Pair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("more", [(), ("--stats",), ("--trace",)])
+def test_times_are_noted_where_they_are_told(
+    more: tuple[str, ...], opened: Opened, llama: Pair, tmp_path: Path
 ) -> None:
+    """Noting them waits for the device."""
+    more = (*more, tmp_path / "trace") if "--trace" in more else more
+    done = run(llama.packed, "--prompt", "x", "--max-new-tokens", "2", "--vram", "1GiB", "--json", *more)
+    assert set(opened.noted) == ({"cpu"} if more else set())
+    assert ("hidden" in json.loads(done.stdout)["streaming"]["cpu"]) == bool(more)
+
+
+class Terminal(io.StringIO):
+    """One that draws bars; notes in a list shared with others what is written."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self._name, self._log = name, log
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._log.append(f"{self._name} {text}")
+        return super().write(text)
+
+
+def test_the_bar_ends_with_the_first_token(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory is loaded until then, and no text is written into the bar."""
-    from tpde.integrations.transformers import generate as generating
-
     log: list[str] = []
-    generate = generating.generate
 
-    @contextmanager
-    def bar(*_: Any) -> Iterator[Callable[[int], None]]:
-        log.append("bar")
-        yield lambda _: None
-        log.append("no bar")
+    class Memory(MemoryFeed):
+        def request(self, extent: Extent) -> Ticket:
+            log.append("wanted")
+            return super().request(extent)
 
-    def made(*args: Any, write: Callable[[str], None], **kwargs: Any) -> Any:
-        def told(text: str) -> None:
-            log.append("token")
-            write(text)
-            log.append("written")
+    class Machine(SimulatedMachine):
+        def memory(self, extents: Any, device: Any, progress: Any) -> Any:
+            super().memory(extents, device, progress)
+            return Memory()
 
-        log.append("generate")
-        return generate(*args, write=told, **kwargs)
+    monkeypatch.setenv("TERM", "xterm")
+    placed(monkeypatch, every("host"))
+    opened = Opened()
+    args = ["run", str(llama.packed), "--prompt", "Hello", "--max-new-tokens", "5"]
+    expected = run(*args[1:]).stdout
+    with closing(opened), loading_on(Machine(opened)):
+        out = Terminal("text", log)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", Terminal("bar", log))
+        app([*args, "--vram", "1GiB"], standalone_mode=False)
+        monkeypatch.undo()
+    assert out.getvalue() == expected
+    bar = [number for number, it in enumerate(log) if it.startswith("bar")]
+    text = [number for number, it in enumerate(log) if it.startswith("text")]
+    assert "loading" in "".join(log[it] for it in bar)
+    assert bar[0] < log.index("wanted") < bar[-1] < text[0]
 
-    monkeypatch.setattr("tpde.cli.run.progress_bar", bar)
-    monkeypatch.setattr(generating, "generate", made)
-    done = run(llama.packed, "--prompt", "Hello", "--max-new-tokens", "5", "--vram", "1GiB")
-    assert done.exit_code == 0, done.output
-    assert log[:5] == ["bar", "generate", "token", "no bar", "written"]
-    assert log.count("no bar") == 1
 
-
-def test_a_command_of_an_encoder_and_a_decoder(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_an_encoder_and_a_decoder(opened: Opened, tmp_path: Path) -> None:
     """What there is no room for is refused before it loads, and not when the last token is wanted."""
     pair = checkpoint(tmp_path, "t5")
     args = (pair.packed, "--prompt", "Hello", "--max-new-tokens", "5", "--vram", "1GiB", "--json")
     assert run(*args, "--max-tokens", "10").exit_code == 0
-    monkeypatch.delattr("tpde.cli.run._load")
+    before = len(opened.devices)
+    assert before
     refused = run(*args, "--max-tokens", "9")
     assert refused.exit_code == 2
     assert "1 x 10 = 10 tokens" in refused.stderr
+    assert len(opened.devices) == before
 
 
-def test_command_ends_with_a_check(
-    run: Callable[..., Any], llama: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpde.integrations.transformers.streamed import ModelStreaming
+def test_command_ends_with_a_check(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would see what a disk returned for the last token."""
 
-    def check(_: object) -> None:
-        raise Corrupt("`lm_head.weight`: chunk 0 is damaged; fetch the file again")
+    class Memory(MemoryFeed):
+        passes = 0
 
-    monkeypatch.setattr(ModelStreaming, "check", check)
-    done = run(llama.packed, "--prompt", "Hello", "--max-new-tokens", "2", "--vram", "1GiB", "--json")
+        def wait(self, extent: Extent) -> int:
+            if extent.name == "lm_head.weight":
+                self.passes += 1
+                if self.passes == 2:
+                    self.whole(extent)[extent.offset + extent.size - 64] ^= 0x55
+            return super().wait(extent)
+
+    class Machine(SimulatedMachine):
+        def memory(self, extents: Any, device: Any, progress: Any) -> Any:
+            return Memory()
+
+    args = (llama.packed, "--prompt", "Hello", "--vram", "1GiB", "--json")
+    placed(monkeypatch, every("host"))
+    opened = Opened()
+    with closing(opened), loading_on(Machine(opened)):
+        assert run(*args, "--max-new-tokens", "1").exit_code == 0
+        done = run(*args, "--max-new-tokens", "2")
     assert done.exit_code == 3
     assert done.stdout == ""
-    assert "chunk 0 is damaged" in done.stderr
+    assert "`lm_head.weight`" in done.stderr
+    assert "chunk" in done.stderr
+
+
+def test_where_all_fits_nothing_is_copied(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch, every("plain")):
+        done = run(llama.packed, "--prompt", "x", "--max-new-tokens", "2", "--vram", "1GiB", "--stats")
+    assert "copies: none: all weights fit the device" in done.stderr
+
+
+def test_a_text_is_one_sequence_and_vectors_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose layers keep states of each: a text needs the memory of one alone."""
+    pair = checkpoint(tmp_path, "mamba")
+    with simulated(monkeypatch):
+        least = {}
+        for batch in (1, 32):
+            with pytest.raises(OutOfMemory) as caught:
+                load(pair.packed, vram=1 << 20, max_tokens=64, max_batch=batch)
+            least[batch] = caught.value.least
+        budget = (pair.packed, "--max-tokens", "64", "--vram")
+        texts = ("--prompt", "x", "--max-new-tokens", "2"), ("--embed", *"abcdefghij")
+        found = [[run(*budget, least[it], *text).exit_code for it in (1, 32)] for text in texts]
+    assert found == [[0, 0], [2, 0]]
 
 
 def test_commands_that_cannot_be(llama: Pair) -> None:

@@ -284,14 +284,8 @@ def test_the_plan_command(larger: Pair) -> None:
 
 
 def test_the_run_command(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.integrations.transformers import load_model
-    from tpde.loading import devices
-
     args = (llama.packed, "--prompt", "Hello", "--max-new-tokens", "5")
     expected = json.loads(invoke("run", *args, "--device", "cpu", "--json").stdout)
-    for module in (devices, load_model):
-        monkeypatch.setattr(module, "checked_device", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(load_model, "_check_gpus", lambda _: None)
     with simulated(monkeypatch, every("host", "windows")):
         budget = ("--vram", "1GiB", "--max-tokens", "9", "--kernels", "fused")
         done = invoke("run", *args, *budget, "--json")

@@ -47,6 +47,8 @@ class Opened:
         In the order of their making.
     wanted : list of Extent
         What host memory was asked for.
+    noted : list of str
+        Devices of which times are noted.
     rooms : int
         How many devices have room; opening one more fails.
     """
@@ -58,6 +60,7 @@ class Opened:
         self.memory: list[MemoryFeed] = []
         self.disks: list[MemoryFeed] = []
         self.wanted: list[Extent] = []
+        self.noted: list[str] = []
 
     def close(self) -> None:
         """End the threads of the devices."""
@@ -78,6 +81,9 @@ class SimulatedMachine:
 
     def __init__(self, opened: Opened, page_lock: PageLock | None = None) -> None:
         self._opened, self._page_lock = opened, page_lock
+
+    def gpu(self, number: int | None = None) -> torch.device:
+        return torch.device("cpu")
 
     def device(self, device: torch.device, size: int, beside: Any = None) -> Device:
         if len(self._opened.devices) == self._opened.rooms:
@@ -101,6 +107,7 @@ class SimulatedMachine:
         return self._opened.disks[-1]
 
     def start_trace(self, device: torch.device) -> Trace:
+        self._opened.noted.append(str(device))
         return Trace(None, 0)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from tpde.cuda import decode
 ALIGNED = 512  # bytes of which addresses on a GPU are multiples
 
 
-class _OnHost(TorchFunctionMode):
+class OnHost(TorchFunctionMode):
     """Makes tensors of `cuda` on the host; what is copied to and from there is a copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,5 +129,5 @@ def pretended(
     }.items():
         patch(cuda, name, value)
     patch(torch, "Generator", lambda *_: real())
-    with _OnHost():
+    with OnHost():
         yield

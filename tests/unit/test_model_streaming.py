@@ -1,228 +1,224 @@
-"""Plans and budgets of transformers models on one or several devices. Planning and devices are made up."""
+"""Plans and budgets of transformers models on one or several devices, which are made up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from support.budgets import Opened, SimulatedMachine, every, load, placed, simulated  # noqa: E402
+from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.checkpoints import checkpoint, write  # noqa: E402
 
 from tpde.errors import OutOfMemory  # noqa: E402
-from tpde.integrations.transformers import expert_modules, streamed  # noqa: E402
+from tpde.integrations.transformers.activations import activations_of  # noqa: E402
+from tpde.integrations.transformers.budget_plan import plan_streaming  # noqa: E402
+from tpde.integrations.transformers.expert_modules import cache_size, routed_modules  # noqa: E402
+from tpde.integrations.transformers.packed_parameters import install  # noqa: E402
+from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
-from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.machine import loading_on  # noqa: E402
+from tpde.nn import packed_modules  # noqa: E402
+from tpde.nn.routing import fused  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.shortages import too_little_ram  # noqa: E402
 
-ONE, TWO, THREE = (torch.device("cuda", it) for it in range(3))
-
-
-def model() -> Any:
-    """Two layers, and a buffer that no map names."""
-    made = torch.nn.Module()
-    made.a, made.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
-    made.register_buffer("places", torch.zeros(2))
-    return made
+ONE, TWO, THREE = (torch.device("cpu", it) for it in range(3))
+Shape = tuple[Any, Any, Any]  # a model without weights, its files, and which of their tensors are whose
 
 
-WHERE = {"a.weight": ONE, "a.bias": THREE, "b.weight": TWO}
-
-
-def planned(*names: str) -> Any:
-    return SimpleNamespace(runs=dict.fromkeys(names))
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Packed models of three layers; of the large one, each has 10 MiB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2560, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=300, num_hidden_layers=6, num_key_value_heads=8, **sizes)
+    torch.manual_seed(0)
+    large = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    made = {it: checkpoint(tmp_path_factory.mktemp(it), it).packed for it in ("llama", "qwen3_moe")}
+    return made | {"large": write(tmp_path_factory.mktemp("large"), large).packed}
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is planned: the device, what was reserved there, budgets, and the names that are there."""
-    found: list[Any] = []
+def opened(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Shape]:
+    with opened_shape(folders[request.param]) as found:
+        yield found
 
-    def decide(self: Any, device: Any, planner: Any, reserved: int | None = None) -> None:
-        found.append((device, reserved, *planner(1000)))
 
-    def plan(model: Any, checkpoint: Any, plan: Any, budget: Budget, *, only: Any, fused: Any) -> Any:
-        return budget.vram, budget.ram, set(only)
-
-    monkeypatch.setattr(streamed, "activations_of", lambda model, itemsize: ("activations", itemsize))
-    monkeypatch.setattr(streamed, "plan_streaming", plan)
-    monkeypatch.setattr(Streaming, "decide", decide)
+def _where(plan: Any, shape: Any, packed: list[Any]) -> dict[str, Any]:
+    """Layers by their numbers on devices, other packed weights on the first; plain ones of each beside."""
+    found = {}
+    for name, _ in shape.named_parameters():
+        number = int(name.split(".")[2]) if ".layers." in name else 0
+        found[name] = packed[number % len(packed)] if name in plan.runs else (ONE, TWO, THREE)[number % 3]
     return found
 
 
+@pytest.mark.parametrize("opened", ["llama"], indirect=True)
 @pytest.mark.parametrize(
     ("packed", "ram", "share"),
     [
-        (["a.weight", "b.weight"], 90, 45),
-        (["a.weight"], 90, 90),
-        ([], 90, 90),
-        (["a.weight", "a.bias", "b.weight"], 91, 30),
-        (["a.weight", "b.weight"], None, None),
+        ([ONE, TWO], 90, 45),
+        ([ONE], 90, 90),
+        ([ONE, TWO, THREE], 91, 30),
+        ([ONE, TWO], None, None),
     ],
 )
 def test_each_device_with_packed_weights_has_a_share_of_host_memory(
-    packed: list[str], ram: int | None, share: int | None, asked: list[Any]
+    packed: list[Any], ram: int | None, share: int | None, opened: Shape
 ) -> None:
     """What no map names may be on any device, and counts on all."""
-    ModelStreaming(Budget(5000, ram)).plan(model(), None, planned(*packed), WHERE)  # type: ignore[arg-type]
-    assert asked == [
-        (device, None, 1000, share, {name, "places"})
-        for device, name in ((ONE, "a.weight"), (TWO, "b.weight"), (THREE, "a.bias"))
-    ]
+    shape, files, plan = opened
+    where = _where(plan, shape, packed)
+    streaming = ModelStreaming(Budget(1 << 30, ram))
+    streaming.plan(shape, files, plan, where)
+    assert list(streaming.plans) == [ONE, TWO, THREE], "also those that keep all of theirs plain"
+    buffers = {name for name, _ in shape.named_buffers()}
+    for device, made in streaming.plans.items():
+        assert (made.vram, made.ram) == (1 << 30, share)
+        only = buffers | {name for name, it in where.items() if it == device}
+        budget = Budget(1 << 30, share)
+        assert made == plan_streaming(shape, files, plan, budget, only=only)
+        assert bool(made.placements) == (device in packed)
 
 
-def test_what_was_there_before_kernels_were_loaded(asked: list[Any]) -> None:
-    """Of their device."""
-    warmup: Any = SimpleNamespace(device=TWO, reserved=77)
-    ModelStreaming(Budget(5000), warmup=warmup).plan(model(), None, planned(), WHERE)  # type: ignore[arg-type]
-    assert [it[:2] for it in asked] == [(ONE, None), (TWO, 77), (THREE, None)]
-
-
-@pytest.mark.parametrize(
-    ("error", "ram", "least"),
-    [
-        (too_little_ram(60, 40), 90, 120),
-        (too_little_ram(60, 40), None, 60),
-        (OutOfMemory("too little", budget="ram"), 90, None),
-        (OutOfMemory("too little", least=60), 90, 60),
-    ],
-)
-def test_too_little_host_memory_is_told_of_all_devices(
-    error: OutOfMemory, ram: int | None, least: int | None, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("opened", ["llama"], indirect=True)
+@pytest.mark.parametrize(("device", "counts"), [(DEVICE, GIB // 4), (ONE, GIB)])
+def test_what_was_there_before_kernels_were_loaded(
+    device: Any, counts: int, opened: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decide(*_: Any) -> None:
-        raise error
+    """Of their device."""
+    Card(monkeypatch).keep(GIB)
+    shape, files, plan = opened
+    warmup: Any = SimpleNamespace(device=device, reserved=GIB // 4)
+    streaming = ModelStreaming(Budget(8 * GIB), warmup=warmup)
+    streaming.plan(shape, files, plan, dict.fromkeys(dict(shape.named_parameters()), DEVICE))
+    assert streaming.plans[DEVICE].vram == 8 * GIB - counts
+    streaming.close()
 
-    monkeypatch.setattr(Streaming, "decide", decide)
-    with pytest.raises(OutOfMemory) as caught:
-        ModelStreaming(Budget(5000, ram)).plan(model(), None, planned("a.weight", "b.weight"), WHERE)  # type: ignore[arg-type]
-    assert caught.value.least == least
-    assert (caught.value is error) == (least != 120)
+
+@pytest.mark.parametrize("opened", ["large"], indirect=True)
+def test_too_little_host_memory_is_told_of_all_devices(opened: Shape) -> None:
+    shape, files, plan = opened
+    where = _where(plan, shape, [ONE, TWO])
+
+    only = {name for name, _ in shape.named_buffers()} | {name for name, it in where.items() if it == ONE}
+
+    def alone(budget: Budget) -> Any:
+        return plan_streaming(shape, files, plan, budget, only=only)
+
+    def both(budget: Budget) -> Any:
+        return ModelStreaming(budget).plan(shape, files, plan, where)
+
+    def least(planner: Callable[[Budget], Any], budget: Budget, argument: str) -> int:
+        with pytest.raises(OutOfMemory) as caught:
+            planner(budget)
+        assert caught.value.budget == argument
+        assert caught.value.least is not None
+        return caught.value.least
+
+    budget = Budget(1 << 20, None, 64)
+    vram = least(alone, budget, "vram")
+    assert least(both, budget, "vram") == vram, "of each device"
+    budget = replace(budget, vram=vram)
+    ram = least(alone, replace(budget, ram=1), "ram")
+    assert least(both, replace(budget, ram=3), "ram") == 2 * ram
+    both(replace(budget, ram=2 * ram))
 
 
-def test_a_model_is_held_to_its_budget(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[Any] = []
-    monkeypatch.setattr(streamed, "limit_tokens", lambda *given: limits.append(given))
-    streaming, made = ModelStreaming(Budget(5000, None, 70, max_batch=3)), model()
-    streaming.plan(made, None, planned(), WHERE)  # type: ignore[arg-type]
-    streaming.attach(made)
-    assert limits == [(made, 70, 3, ("activations", 4))]
-    assert made.tpde_streamer is streaming
+@pytest.mark.parametrize("opened", ["qwen3_moe"], indirect=True)
+def test_a_model_is_held_to_its_budget(opened: Shape) -> None:
+    shape, files, plan = opened
+    shape.set_experts_implementation("batched_mm")
+    streaming = ModelStreaming(Budget(1 << 30, None, 70, max_batch=3))
+    streaming.plan(shape, files, plan, dict.fromkeys(dict(shape.named_parameters()), ONE))
+    streaming.attach(shape)
+    assert shape.tpde_streamer is streaming
+    with torch.device("meta"):
+        with pytest.raises(OutOfMemory, match="1 x 71 = 71 tokens"):
+            shape(torch.zeros(1, 71, dtype=torch.int64))
+        with pytest.raises(OutOfMemory, match="experts of 4 x 1 tokens") as caught:
+            shape(torch.zeros(4, 1, dtype=torch.int64))
+    assert caught.value.found == 3 * activations_of(shape, 2).experts, "in bfloat16"
 
 
 # ---- experts ----
 
 
-def module(*sources: bool) -> Any:
-    """A packed module some of whose fused weights are in host memory."""
-    found = [
-        SimpleNamespace(in_host_memory=lambda streamer, it=it: it and streamer == "ours") for it in sources
-    ]
-    return SimpleNamespace(slots=[SimpleNamespace(packed=SimpleNamespace(sources=found))], tpde_base="routed")
+class Other(torch.nn.Module):
+    """Not known to need some of its experts only."""
 
 
 @pytest.mark.parametrize(
-    ("sources", "base", "streamer", "routed"),
-    [
-        ((True, True), "routed", "ours", True),
-        ((True, False), "routed", "ours", False),
-        ((), "routed", "ours", False),
-        ((True,), "other", "ours", False),
-        ((True,), "routed", "another", False),
-    ],
+    ("kind", "routed"), [("host", True), ("disk", False), ("packed", False), ("plain", False)]
 )
 def test_experts_that_are_fetched_one_by_one(
-    sources: tuple[bool, ...], base: str, streamer: str, routed: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, routed: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = module(*sources)
-    made.tpde_base = base
-    monkeypatch.setattr(expert_modules, "packed_modules", lambda _: [("a", made)])
-    monkeypatch.setattr(expert_modules, "fused", lambda it: it.slots)
-    monkeypatch.setattr(expert_modules, "routes", lambda kind: kind == "routed")
-    assert expert_modules.routed_modules(model(), streamer) == ([made] if routed else [])
+    """Those that lie in host memory as a whole, and are brought from there by the streamer that asks."""
+    with simulated(monkeypatch, every(kind)):
+        model = load(folders["qwen3_moe"])
+        streamer = model.tpde_streamer.streamers.get(torch.device("cpu"))
+        found = routed_modules(model, streamer)
+        there = [module for _, module in packed_modules(model) if fused(module)]
+        assert found == (there if routed else [])
+        if not routed:
+            return
+        assert len(there) == 2
+        assert routed_modules(model, object()) == []
+        there[0].tpde_base = Other
+        assert routed_modules(model, streamer) == [there[1]]
+        (source, *_) = fused(there[1])[0].packed.sources
+        source.bind(None, None)
+        assert routed_modules(model, streamer) == [], "a part of them is elsewhere"
 
 
-def test_a_cache_of_experts_takes_what_is_planned_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each device that has any, its own; where not one expert fits, none."""
-    log: list[Any] = []
-    made = SimpleNamespace(slots=[SimpleNamespace(shape=(4, 2, 2))])
+@pytest.mark.parametrize("opened", ["qwen3_moe"], indirect=True)
+def test_a_cache_of_experts_takes_what_is_planned_and_left(
+    opened: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each device that has any, its own."""
+    shape, files, plan = opened
+    rooms: list[Any] = []
 
-    class Store:
-        def __init__(self, cache: Any, *given: Any) -> None:
-            log.append((cache, given))
-            self.trace: list[Any] = []
+    class Machine(SimulatedMachine):
+        def device(self, device: torch.device, size: int, beside: Any = None) -> Any:
+            rooms.append((device, size, beside))
+            return super().device(device, size, beside)
 
-        def module(self, slots: Any) -> str:
-            return "its experts"
-
-        def record(self, trace: Any) -> None:
-            self.trace.append(trace)
-
-        def check(self) -> None:
-            log.append("checked")
-
-        def stats(self) -> dict[str, int]:
-            return {"expert_hits": 3}
-
-    class Streamer:
-        def __init__(self) -> None:
-            self.device, self.owned = SimpleNamespace(trace="its trace"), list[Any]()
-            self.dropped_pieces = 0
-
-        def own(self, thing: Any) -> None:
-            self.owned.append(thing)
-
-        def check(self) -> None:
-            log.append("streamer checked")
-
-        def stats(self) -> dict[str, int]:
-            return {"copied_bytes": 5}
-
-        def record(self, trace: Any) -> None: ...
-
-    streamers = {ONE: Streamer(), TWO: Streamer(), THREE: Streamer()}
-    modules = {ONE: [made], TWO: [], THREE: [made]}
-    sizes = {ONE: (300, 100), THREE: (0, 100)}
-    given: list[Any] = []
-
-    def cache_size(found: Any, piece: int, least: int, spare: int) -> tuple[int, int]:
-        given.append((found, piece, least, spare))
-        return sizes[ONE if piece == 10 else THREE]
-
-    monkeypatch.setattr(
-        streamed, "routed_modules", lambda _, it: next(modules[d] for d, s in streamers.items() if s is it)
-    )
-    monkeypatch.setattr(streamed, "cache_size", cache_size)
-    monkeypatch.setattr(streamed, "fused", lambda it: it.slots)
-    monkeypatch.setattr(streamed, "ExpertStore", Store)
-    routes: list[Any] = []
-    monkeypatch.setattr(streamed, "route_experts", lambda *it: routes.append(it))
-    machine: Any = SimpleNamespace(device=lambda *given: ("cache", *given), start_trace=lambda it: it)
-    with loading_on(machine):
-        streaming: Any = ModelStreaming(Budget(5000))
-    streaming.streamers = streamers
-    streaming.feeds = {it: [] for it in streamers}
-    streaming.plans = {
-        it: SimpleNamespace(piece=piece, parts={"experts": 7}, vram=1000, used=900)
-        for it, piece in ((ONE, 10), (TWO, 20), (THREE, 30))
-    }
-    streaming.route(model())
-    assert given == [([made], 10, 7, 100), ([made], 30, 7, 100)]
-    cache = ("cache", ONE, 300, streamers[ONE].device)
-    assert log == [(cache, (0, 300, 100, 10))]
-    assert [it.owned for it in streamers.values()] == [[cache], [], []]
-    assert routes == [(made, "its experts")]
-    assert list(streaming.experts) == [ONE]
-    assert streaming.stats() == {
-        "cuda:0": {"copied_bytes": 5, "expert_hits": 3},
-        "cuda:1": {"copied_bytes": 5},
-        "cuda:2": {"copied_bytes": 5},
-    }
-    log.clear()
-    streaming.check()
-    assert log == ["streamer checked"] * 3 + ["checked"]
+    placed(monkeypatch, every("host"), parts={"experts": 1 << 16}, vram=(3 << 16) + (2 << 20))
+    machine = Opened()
+    with loading_on(Machine(machine)):
+        streaming = ModelStreaming(Budget(1 << 30))
+    where = _where(plan, shape, [ONE, TWO, THREE])  # of the layers, the second has no experts
+    streaming.plan(shape, files, plan, where)
+    install(shape, streaming.load(shape, files, plan.runs, where))
+    assert [it[0] for it in rooms] == [ONE, TWO, THREE]
+    rings = dict(zip((ONE, TWO, THREE), machine.devices, strict=True))
+    rooms.clear()
+    streaming.route(shape)
+    expected = []
+    for device in (ONE, THREE):
+        modules = routed_modules(shape, streaming.streamers[device])
+        assert len(modules) == 1
+        size, _ = cache_size(modules, streaming.plans[device].piece, 1 << 16, (2 << 16) + (2 << 20))
+        assert size > 1 << 16
+        expected.append((device, size, rings[device]))
+    assert rooms == expected
+    assert list(streaming.experts) == [ONE, THREE]
+    for device, found in streaming.stats().items():
+        assert "copied_bytes" in found
+        assert ("expert_hits" in found) == (device != "cpu:1")
     streaming.record()
-    assert streaming.experts[ONE].trace == ["its trace"]
+    caches = machine.devices[3:]
+    assert [it.trace for it in caches] == [rings[ONE].trace, rings[THREE].trace]
+    assert None not in [it.trace for it in caches]
+    streaming.check()
+    streaming.close()
+    assert all(it.closed for it in caches)
+    machine.close()

@@ -6,7 +6,9 @@ import copy
 import gc
 import os
 import pickle
+import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,14 @@ torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from support.card import DEVICE, Card  # noqa: E402
+from support.checkpoints import write  # noqa: E402
 from support.contents import fill  # noqa: E402
 from support.craft import file_of, prefix_blob  # noqa: E402
+from support.experts import moe  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+from support.models import make  # noqa: E402
+from support.pretended import OnHost  # noqa: E402
+from support.simulated import MemoryFeed  # noqa: E402
 from support.small import Block, Model  # noqa: E402
 
 import tpde.torch as packed_torch  # noqa: E402
@@ -38,12 +45,12 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.integrations.transformers import budget_plan as model_planning  # noqa: E402
 from tpde.integrations.transformers import expert_modules, model_footprint, run_memory  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # noqa: E402
+from tpde.integrations.transformers.recurrent import Recurrent, Scan  # noqa: E402
+from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.io.sources import Extent  # noqa: E402
 from tpde.loading import (  # noqa: E402
     devices,
     model_plan,
-    model_units,
     reading,
 )
 from tpde.loading.assignment import assign  # noqa: E402
@@ -56,8 +63,13 @@ from tpde.loading.quantized import PackedConfig  # noqa: E402
 from tpde.memory.allowance import Allowance  # noqa: E402
 from tpde.nn import pack_module, packed_modules  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.layout import page_tables  # noqa: E402
 from tpde.planning.units import Footprint  # noqa: E402
+from tpde.streaming.experts import expert_room  # noqa: E402
+from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 
+CPU = torch.device("cpu")
 SPEC = TensorSpec("BF16", (64, 128))
 
 
@@ -90,10 +102,13 @@ def test_a_cache_of_an_encoder_and_a_decoder() -> None:
     assert model_footprint.cache_bytes(model, 100, 4) == int(layer * 4 * 1.25) + layer
 
 
-def test_states_and_the_one_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_footprint, "recurrent_of", lambda *_: NONE._replace(states=1000))
-    monkeypatch.setattr(model_footprint, "recurrent_layers", lambda _: iter(range(3)))
-    assert model_footprint.state_bytes(None, 8) == 8 * (1000 + 334)
+def test_states_and_the_one_that_is_replaced() -> None:
+    """Of two convolutions of 64 channels over 3 tokens, in bfloat16; another layer has none."""
+    model, states = make("lfm2"), 2 * 64 * 3 * 2
+    assert model_footprint.state_bytes(model, 8) == 8 * (states + states // 2)
+    one = [name for name, _ in model.named_parameters() if name.startswith("model.layers.2.")]
+    assert model_footprint.state_bytes(model, 8, one) == 8 * (states // 2 + states // 4)
+    assert model_footprint.state_bytes(llama(), 8) == 0
 
 
 class _Scan:
@@ -172,33 +187,48 @@ def test_only_rows_are_decoded_where_there_are_embeddings_alone(tied: bool, tmp_
 
 @pytest.mark.parametrize("numbers", [[4], [8, 8], [4, 16, 2]])
 def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
-    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+    numbers: list[int], tmp_path: Path
 ) -> None:
-    modules: Any = [
-        SimpleNamespace(tpde_slots={name: SimpleNamespace(shape=(it, 8, 8)) for name in ("up", "down")})
-        for it in numbers
-    ]
-    monkeypatch.setattr(expert_modules, "expert_room", lambda slots, piece: 1000 * slots[0].shape[0] + piece)
-    for least in (40_000, 100_000):
-        for spare in (0, 1000, (2 << 20) + 70_000, 1 << 30):
-            size, room = expert_modules.cache_size(modules, 512, least, spare)
-            assert room == 1000 * max(numbers) + 512
-            fit = (least + max(spare - (2 << 20), 0)) // room
-            assert size == min(fit, sum(numbers)) * room
-
-
-def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Footprint] = []
-    monkeypatch.setattr(model_plan, "units_of", lambda *_: [])
-    monkeypatch.setattr(model_plan, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
-    runs: Any = {
-        "a": SimpleNamespace(parts=[SimpleNamespace(name="x"), SimpleNamespace(name="y")]),
-        "b": SimpleNamespace(parts=[SimpleNamespace(name="x")]),
-        "c": SimpleNamespace(parts=[SimpleNamespace(name="z")]),
+    """Each place is for the largest of any module."""
+    weights = {
+        f"{module}.{name}": (0.02 * torch.randn(count, 64, 32 * count)).to(torch.bfloat16)
+        for module, count in enumerate(numbers)
+        for name in ("up", "down")
     }
-    for only, tensors in ((None, 3), ({"a", "b"}, 2), (set(), 0)):
-        model_plan.place_units(torch.nn.ReLU(), runs, Footprint(5, 0, 0, 0), 1, None, only)
-        assert seen.pop().plain == 5 + tensors * TABLES_BYTES
+    packed_torch.save_file(weights, tmp_path / "model.safetensors")
+    with Checkpoint([tmp_path / "model.safetensors"]) as found:
+        slots = {
+            name: SimpleNamespace(shape=it.shape, packed=PackedTensor(_streamed(it), it.shape), offset=0)
+            for name, it in found.packed.items()
+        }
+        modules: Any = [
+            SimpleNamespace(tpde_slots={it: slots[f"{module}.{it}"] for it in ("up", "down")})
+            for module in range(len(numbers))
+        ]
+        largest = max(expert_room(list(it.tpde_slots.values()), 16384) for it in modules)
+        for least in (40_000, 4 << 20):
+            for spare in (0, 1000, (2 << 20) + 270_000, 1 << 30):
+                size, room = expert_modules.cache_size(modules, 16384, least, spare)
+                assert room == largest
+                fit = (least + max(spare - (2 << 20), 0)) // room
+                assert size == min(fit, sum(numbers)) * room
+
+
+def _streamed(stored: Any) -> list[Any]:
+    return [Streamed(stored.extent, None, CPU, MemoryFeed())]
+
+
+def test_tables_of_what_is_on_the_device_have_room(tmp_path: Path) -> None:
+    """Of each tensor once, though two parameters have it."""
+    model: Any = Model(blocks=1).to(torch.bfloat16)
+    state = {name: it.detach() for name, it in model.named_parameters() if it.dim() == 2}
+    packed_torch.save_file(state, tmp_path / "model.safetensors")
+    with Checkpoint([tmp_path / "model.safetensors"]) as found:
+        runs = {name: it.run for name, it in found.packed.items()}
+        runs["head.weight"] = runs["embed.weight"]
+        for only, tensors in ((None, 3), ({"embed.weight", "head.weight"}, 1), (set(), 0)):
+            made = model_plan.place_units(model, runs, Footprint(5, 0, 0, 0), 1 << 30, None, only)
+            assert made.parts["plain"] == 5 + tensors * TABLES_BYTES
 
 
 # ---- files and places ----
@@ -300,16 +330,13 @@ def test_configurations_that_cannot_run() -> None:
 
 
 def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    Card(monkeypatch)
-    free = [100]
+    card = Card(monkeypatch)
+    card.reserved = card.allocated = 20
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(run_memory, "free_bytes", lambda _: free[0])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 200))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20)
     peak = run_memory.Peak(DEVICE)
-    free[0] = 75
+    card.free -= 25
     assert peak.bytes() == 25 + 30
 
 
@@ -333,9 +360,12 @@ def test_a_closed_model_gives_its_budget_back(monkeypatch: pytest.MonkeyPatch) -
     gc.collect()
 
 
-def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_experts_have_room_with_a_margin() -> None:
     """Of the largest module; an expert may be larger than the mean, and shares chunks with its neighbours."""
-    monkeypatch.setattr(expert_modules, "is_routed", lambda model, runs, name: name != "dense.weight")
+    model: Any = torch.nn.Module()
+    with torch.device("meta"):
+        model.a, model.b = (next(it for it in moe("mixtral").modules() if _routes(it)) for _ in range(2))
+        model.dense = torch.nn.Linear(1, 1)
     runs: Any = {
         name: SimpleNamespace(
             shape=(8, 1, 1), parts=[SimpleNamespace(extent=SimpleNamespace(size=size)) for size in sizes]
@@ -348,12 +378,16 @@ def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) ->
         }.items()
     }
     largest = 20 << 20
-    assert expert_modules.cache_least(None, runs, None) == -(
+    assert expert_modules.cache_least(model, runs, None) == -(
         -2 * (largest * 17 // 16 + (64 << 10)) // (2 << 20)
     ) * (2 << 20)
     small = -(-2 * ((1 << 20) * 17 // 16 + (64 << 10)) // (2 << 20)) * (2 << 20)
-    assert expert_modules.cache_least(None, runs, {"b.up"}) == small
-    assert expert_modules.cache_least(None, runs, {"dense.weight"}) == 0
+    assert expert_modules.cache_least(model, runs, {"b.up"}) == small
+    assert expert_modules.cache_least(model, runs, {"dense.weight"}) == 0
+
+
+def _routes(module: Any) -> bool:
+    return type(module).__name__ == "MixtralExperts"
 
 
 def test_what_streams_a_model_is_not_copied() -> None:
@@ -441,37 +475,42 @@ def test_models_that_cache_nothing() -> None:
     assert model_footprint.cache_bytes(model, 100, 2) == 0, "no attention"
 
 
-def test_blocks_of_unknown_kinds_cache_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_unknown_kinds_cache_all() -> None:
     """Where there are more blocks than layers, it is not known which of them cache."""
-    model, only = llama(), {"model.layers.1.mlp.up_proj.weight"}
+    model, only = llama(num_hidden_layers=4), {"model.layers.1.mlp.up_proj.weight"}
     every = model_footprint.cache_bytes(model, 100, 2)
     assert model_footprint.cache_bytes(model, 100, 2, only) < every
-    monkeypatch.setattr(model_footprint, "_blocks", lambda _: [["a"], ["b"], ["c"], ["d"]])
-    assert model_footprint.cache_bytes(model, 100, 2, {"a"}) == every
+    model.config.num_hidden_layers = 3
+    every = model_footprint.cache_bytes(llama(), 100, 2)
+    assert model_footprint.cache_bytes(model, 100, 2, only) == every
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "said"),
     [
-        ({}, "`max_tokens`"),
-        ({"copies": True}, "`max_tokens` or `max_batch`"),
-        ({"recurrent": NONE._replace(states=4)}, "`max_tokens` or `max_batch`"),
+        ("llama", "`max_tokens`"),
+        ("mixtral", "`max_tokens` or `max_batch`"),  # whose experts are copied
+        ("lfm2", "`max_tokens` or `max_batch`"),  # whose layers have states
     ],
 )
-def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Activations(states=10, inside=0, pair=0, experts=3, logits=0, sampling=0)._replace(**options)
-    monkeypatch.setattr(model_footprint, "activations_of", lambda model, itemsize: made)
-    monkeypatch.setattr(model_footprint, "state_bytes", lambda model, batch, only: 1000 * batch)
-    model = llama()
+def test_all_that_a_model_needs(name: str, said: str) -> None:
+    model = moe(name, "grouped_mm") if name == "mixtral" else make(name)
     needs = model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16)
     assert needs.plain == plain_bytes(model, set())
-    assert needs.cache == model_footprint.cache_bytes(model, 100, 2) + 4000
+    states = model_footprint.state_bytes(model, 4)
+    assert (states > 0) == (name == "lfm2")
+    assert needs.cache == model_footprint.cache_bytes(model, 100, 2) + states
+    made = activations_of(model, 2)
     assert needs.activations == made.bytes(100, 4)
+    assert made.copies == (name == "mixtral")
     assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
-    here = {"model.norm.weight"}
-    assert model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
-        model, set(), here
+    one = [it for it, _ in model.named_parameters() if ".layers.1." in it]
+    here = model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16, one)
+    assert here.plain == plain_bytes(model, set(), one)
+    assert here.cache == (
+        model_footprint.cache_bytes(model, 100, 2, one) + model_footprint.state_bytes(model, 4, one)
     )
+    assert here.activations == needs.activations
 
 
 def test_the_dtype_of_most_numbers() -> None:
@@ -481,17 +520,12 @@ def test_the_dtype_of_most_numbers() -> None:
     assert model_footprint.activation_dtype([]) is torch.float32
 
 
-@pytest.mark.parametrize("experts", [0, 1])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager", None])
-def test_experts_are_copied_where_generate_does(
-    experts: int, implementation: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpde.integrations.transformers import activations
-
-    monkeypatch.setattr(activations, "_gathered_bytes", lambda *_: experts)
-    model = llama()
-    monkeypatch.setattr(activations, "experts_of", lambda config: implementation)
-    assert activations_of(model, 2).copies == (experts > 0 and implementation in ("grouped_mm", "batched_mm"))
+def test_experts_are_copied_where_generate_does(implementation: str | None) -> None:
+    for model, experts in ((llama(), False), (moe("mixtral"), True)):
+        model.config._experts_implementation = implementation
+        copies = experts and implementation in ("grouped_mm", "batched_mm")
+        assert activations_of(model, 2).copies == copies
 
 
 def test_attention_that_is_never_fused_has_scores() -> None:
@@ -501,22 +535,26 @@ def test_attention_that_is_never_fused_has_scores() -> None:
     assert activations_of(model, 2).pair == 1 + 2 + 4 * (2 * 2 + 4)
 
 
-def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_plan_of_a_model_counts(tmp_path: Path) -> None:
     """Of several devices: what the others have comes through page tables only."""
-    seen: list[Footprint] = []
-    monkeypatch.setattr(model_planning, "cache_least", lambda model, runs, only: 7)
-    monkeypatch.setattr(model_planning, "place_units", lambda model, runs, needs, *_: seen.append(needs))
-    parts = {
-        name: SimpleNamespace(name=name, extent=SimpleNamespace(size=size))
-        for name, size in (("x", 100), ("y", 20), ("z", 3))
-    }
-    runs = {"a": SimpleNamespace(parts=[parts["x"], parts["y"]]), "b": SimpleNamespace(parts=[parts["z"]])}
-    runs["tied"] = SimpleNamespace(parts=[parts["x"]])
-    plan: Any = SimpleNamespace(runs=runs)
-    for only, elsewhere in ((None, 0), ({"a"}, 3), ({"b"}, 120), ({"b", "tied"}, 20), (set(), 123)):
-        model_planning.plan_streaming(llama(), None, plan, Budget(1 << 30, None, 64), only=only)  # type: ignore[arg-type]
-        needs = seen.pop()
-        assert (needs.experts, needs.elsewhere) == (7, elsewhere)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8, "num_hidden_layers": 9}
+    with opened_shape(write(tmp_path, moe("mixtral", **sizes)).packed) as (shape, files, plan):
+        budget = Budget(1 << 40, None, 64)
+        assert not model_planning.plan_streaming(shape, files, plan, budget).parts["pages"]
+        here = {name for name in plan.runs if ".layers." in name and ".layers.0." not in name}
+        plan.runs["again"] = plan.runs[min(here)]  # of the same bytes
+        parts = {it: name in here for name, run in plan.runs.items() for it in run.parts}
+        parts |= dict.fromkeys(plan.runs["again"].parts, True)
+        others = [it for it, ours in parts.items() if not ours]
+        for it in others:  # nobody reads them
+            it.extent = it.extent._replace(size=it.extent.size << 16)
+        made = model_planning.plan_streaming(shape, files, plan, budget, only=here)
+        assert made.parts["pages"] == page_tables(sum(it.extent.size for it in others)) > 100 << 20
+        assert not made.parts["experts"], "nothing is streamed"
+        packed = sum(it.extent.size for it, ours in parts.items() if ours)
+        budget = replace(budget, vram=made.used - made.parts["decoded"] + packed)
+        made = model_planning.plan_streaming(shape, files, plan, budget, only=here)
+        assert made.parts["experts"] == expert_modules.cache_least(shape, plan.runs, here) > 0
 
 
 # ---- what runs take ----
@@ -525,7 +563,7 @@ def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_a_peak_of_the_process(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource", reason="needs POSIX")
-    monkeypatch.setattr(run_memory.sys, "platform", platform)
+    monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
     assert run_memory.Peak(torch.device("cpu")).bytes() == 3000 * unit
 
@@ -589,13 +627,13 @@ def test_a_layer_outside_of_blocks_may_be_tiled(tmp_path: Path) -> None:
     found = {name: it for name, (it, _) in _units(model, tmp_path, names).items()}
     assert (found["head"].tile, found["head"].row) == (0, 0)
     with torch.device("meta"):
-        wide = torch.nn.Linear((9 << 20) + 1, 70, dtype=torch.bfloat16)
-    model.head = wide
+        model.head = torch.nn.Linear((9 << 20) + 1, 70, dtype=torch.bfloat16)
     model.all_tied_weights_keys = {}
-    tile, row = model_units._tile(model, ["head.weight"])
-    assert row == (18 << 20) + 2
-    assert tile > row + 512, "and what the chunks that it begins and ends in have beside it"
-    assert tile % 512 == 0
+    with Checkpoint([tmp_path / "model.safetensors"]) as checkpoint:
+        (wide,) = units_of(model, {"head.weight": checkpoint.packed["head.weight"].run})
+    assert wide.row == (18 << 20) + 2
+    assert wide.tile > wide.row + 512, "and what the chunks that it begins and ends in have beside it"
+    assert wide.tile % 512 == 0
 
 
 def test_bytes_of_a_unit(tmp_path: Path) -> None:
@@ -613,21 +651,33 @@ def test_bytes_of_a_unit(tmp_path: Path) -> None:
     assert list(found) == ["blocks.0", "head"], "in the order of a forward pass"
 
 
-def test_experts_have_pieces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["head.weight"]
-    (before, _) = _units(_layers(), tmp_path, names)["head"]
-    monkeypatch.setattr(model_units, "is_routed", lambda *_: True)
-    (after, _) = _units(_layers(), tmp_path, names)["head"]
-    assert after.index == before.index + 70 * 512
+def test_experts_have_pieces_of_their_own(tmp_path: Path) -> None:
+    """Where it is known which of them a call needs."""
+    model: Any = torch.nn.Module()
+    model.routed = next(it for it in moe("mixtral", num_local_experts=7).modules() if _routes(it))
+    model.other = torch.nn.Module()
+    for name, it in model.routed.named_parameters():
+        model.other.register_parameter(name, torch.nn.Parameter(it.detach() * 2))
+    names = [f"{kind}.{name}" for kind in ("routed", "other") for name in ("gate_up_proj", "down_proj")]
+    found = {name: it for name, (it, _) in _units(model, tmp_path, names).items()}
+    assert found["routed"].index == found["other"].index + 2 * 7 * 512
 
 
-def test_what_no_gpu_decodes_in_pieces_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_units, "codec_of", lambda _: SimpleNamespace(stays=True))
-    assert _units(_layers(), tmp_path, ["head.weight"])["head"][0].resident
-    kinds = iter([True, False])  # one of two tensors
-    monkeypatch.setattr(model_units, "codec_of", lambda _: SimpleNamespace(stays=next(kinds)))
-    names = ["blocks.0.up.weight", "blocks.0.down.weight"]
-    assert _units(_layers(), tmp_path, names)["blocks.0"][0].resident
+def test_what_no_gpu_decodes_in_pieces_is_resident(tmp_path: Path) -> None:
+    """Though it were one of a block's tensors."""
+    model = _layers()
+    state = {name: it for name, it in model.named_parameters() if it.dim() == 2}
+    paths = []
+    for name, codec in (("head", "zstd"), ("blocks.0.up", "prefix"), ("blocks.0.down", "zstd")):
+        weight = state[f"{name}.weight"].detach()
+        stored = TensorSpec("BF16", tuple(weight.shape)), weight.view(torch.int16).numpy().tobytes()
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(pack_bytes(safetensors_bytes({f"{name}.weight": stored}), codec=codec))  # type: ignore[arg-type]
+    with Checkpoint(paths) as found:
+        runs = {name: it.run for name, it in found.packed.items()}
+        assert {it.name: it.resident for it in units_of(model, runs)} == {"blocks.0": True, "head": True}
+        del runs["blocks.0.down.weight"]
+        assert {it.name: it.resident for it in units_of(model, runs)} == {"blocks.0": False, "head": True}
 
 
 def test_a_damaged_header_names_its_tensor(tmp_path: Path) -> None:
@@ -669,51 +719,40 @@ def test_one_packed_file_makes_a_checkpoint_packed(plain_first: bool, tmp_path: 
         assert not found.is_packed
 
 
-def test_large_tensors_are_decoded_on_the_gpu_that_they_go_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Noted(Checkpoint):
+    """Notes what is read, and where to; reads it to the CPU."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__(paths)
+        self.reads: list[tuple[list[str], Any]] = []
+
+    def read(self, stored: Any, device: Any) -> Any:
+        self.reads.append(([it.name for it in stored], device))
+        return super().read(stored, torch.device("cpu"))
+
+
+def test_large_tensors_are_decoded_on_the_gpu_that_they_go_to(tmp_path: Path) -> None:
     """Small ones by a processor, without a blob's way to the device."""
-    from tpde.loading import checkpoint_files as module
-    from tpde.loading import runs as module_of_runs
-
-    read: list[tuple[list[str], Any]] = []
-    empty = torch.empty
-    monkeypatch.setattr(module_of_runs, "allocate", lambda size, device, what: empty(size, dtype=torch.uint8))
-    cpu, reading_blobs = torch.device("cpu"), Checkpoint.read
-
-    def to_device(self: Any, stored: Any, device: Any) -> Any:
-        read.append(([it.name for it in stored], device))
-        return reading_blobs(self, stored, cpu)
-
-    monkeypatch.setattr(Checkpoint, "read", to_device)
-    data = fill("normal", SPEC)
-    with Checkpoint(_write(tmp_path, {"w": (SPEC, data)})) as found:
-        run = found.packed["w"].run
-        for device, small, reads in ((DEVICE, SPEC.nbytes - 1, 1), (DEVICE, SPEC.nbytes, 0), (cpu, 0, 0)):
-            monkeypatch.setattr(module, "SMALL_BYTES", small)
+    small, large = (TensorSpec("BF16", (rows, 1024)) for rows in (512, 513))
+    data = {name: fill("normal", spec) for name, spec in (("small", small), ("large", large))}
+    paths = _write(tmp_path, {"small": (small, data["small"]), "large": (large, data["large"])})
+    with Noted(paths) as found, OnHost():
+        for name, device, reads in (("large", DEVICE, 1), ("small", DEVICE, 0), ("large", CPU, 0)):
+            run = found.packed[name].run
             (made,) = found.decode([run], device)
-            assert made.view(torch.uint8).numpy().tobytes() == data
-            assert read == [(["w"], DEVICE)] * reads
-            read.clear()
+            assert made.view(torch.uint8).numpy().tobytes() == data[name]
+            assert found.reads == [([name], DEVICE)] * reads
             (cast,) = found.decode([run], device, torch.float64)
             assert torch.equal(cast, made.double())
-            read.clear()
+            found.reads.clear()
 
 
-def test_each_device_is_read_to_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[tuple[list[str], Any]] = []
-    reading_blobs, cpu = Checkpoint.read, torch.device("cpu")
-
-    def to_device(self: Any, stored: Any, device: Any) -> Any:
-        read.append(([it.name for it in stored], device))
-        return reading_blobs(self, stored, cpu)
-
-    monkeypatch.setattr(Checkpoint, "read", to_device)
+def test_each_device_is_read_to_once(tmp_path: Path) -> None:
     names = ["a", "b", "c"]
-    with Checkpoint(_write(tmp_path, {it: (SPEC, fill("normal", SPEC)) for it in names})) as found:
+    with Noted(_write(tmp_path, {it: (SPEC, fill("normal", SPEC)) for it in names})) as found:
         runs = {it: found.packed[it].run for it in names} | {"again": found.packed["a"].run}
-        made = found.open(runs, {"a": DEVICE, "b": cpu, "c": DEVICE, "again": DEVICE})
-    assert read == [(["a", "c"], DEVICE), (["b"], cpu)]
+        made = found.open(runs, {"a": DEVICE, "b": CPU, "c": DEVICE, "again": DEVICE})
+        assert found.reads == [(["a", "c"], DEVICE), (["b"], CPU)]
     assert list(made) == list(runs)
     assert made["a"].sources[0] is made["again"].sources[0]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.card import DEVICE, Card
 from transformers import BertConfig, GPT2Config, LlamaConfig, MambaConfig, Qwen2Config, T5Config
 
 from tpde.errors import OutOfMemory
@@ -100,7 +101,6 @@ def test_what_a_load_in_vain_leaves_is_for_the_next(
 ) -> None:
     """Libraries keep 34 MiB, say. More than plans have for them may be something else, and counts."""
     reserved = 1 << 30
-    monkeypatch.setattr(warmup, "_left", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: reserved)
@@ -159,14 +159,19 @@ def test_attention_that_pytorch_computes(
 
 
 def test_no_less_than_nothing_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(warmup, "_left", {device: 50})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=30))
-    made = warmup.Warmup(LlamaConfig(), device, torch.bfloat16, lambda *_: None)
-    assert made.reserved == 0
-    made.abandon()
-    assert warmup._left == {device: 30}
+    """What a load in vain has left may be given back before the next one begins."""
+    card = Card(monkeypatch)
+
+    def begin() -> warmup.Warmup:
+        return warmup.Warmup(LlamaConfig(), DEVICE, torch.bfloat16, lambda *_: None)
+
+    for before, grown, reserved in ((0, 50, 0), (30, 0, 0), (100, 0, 70)):
+        card.reserved = before
+        made = begin()
+        assert made.reserved == reserved
+        card.reserved += grown
+        made.abandon()
+    begin().wait()  # nothing is left for other tests
 
 
 def test_a_warmup_runs_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +192,6 @@ def test_a_warmup_runs_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> 
     def work(config: Any, device: Any, dtype: Any) -> None:
         seen.append((getattr(now, "stream", None), threading.current_thread() is threading.main_thread()))
 
-    monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
     monkeypatch.setattr(torch.cuda, "stream", On)
     warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16, work).wait()

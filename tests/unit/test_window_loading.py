@@ -12,16 +12,25 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.card import Card  # noqa: E402
+from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, OutOfMemory  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.loading import window_weights  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.model_units import header_of, units_of  # noqa: E402
 from tpde.loading.runs import Run  # noqa: E402
-from tpde.loading.window_weights import bring_windows, settle, strip_room, window_room  # noqa: E402
+from tpde.loading.window_weights import (  # noqa: E402
+    bring_windows,
+    groups_in,
+    settle,
+    strip_room,
+    window_room,
+)
 from tpde.nn import PackedTensor, finish, replace_parameter  # noqa: E402
 from tpde.nn.tiles import row_tiles  # noqa: E402
 from tpde.weights import windowing  # noqa: E402
@@ -107,42 +116,65 @@ def test_a_blob_takes_the_start_of_its_room(weights: dict[str, Any]) -> None:
     assert windowing.encode(matrix, size - 1, room) is None
 
 
-def test_what_is_read_at_a_time(rooms: dict[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
+class Noted:
+    """A file that notes what is read of it, by the parts that begin there."""
+
+    def __init__(self, inner: Any, log: list[str]) -> None:
+        self.name, self.size, self.view, self.close = inner.name, inner.size, inner.view, inner.close
+        self._inner, self._log = inner, log
+        self.parts: dict[int, str] = {}
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self._log.append(f"read {self.parts[offset]}")
+        self._inner.read_into(offset, out)
+
+
+def test_what_is_read_at_a_time(rooms: dict[Any, int]) -> None:
     """As many blobs as fit beside one of them plain; those that do not fit alone are encoded on the host."""
-    read: list[list[list[str]]] = []
-    real = window_weights.read_in_turn
+    log: list[str] = []
+    _, _, few, many = ((-(-it.extent.size // 512) * 512, it.nbytes) for it in rooms)
+    names = {it.extent.size: it.name.partition(".")[0] for it in rooms}
+    noted = Noted(next(iter(rooms)).extent.source, log)
+    for it in rooms:
+        noted.parts[it.extent.offset] = names[it.extent.size]
+        it.extent = it.extent._replace(source=noted)
 
-    def noted(groups: Any, device: Any, use: Any) -> None:
-        listed = [list(it) for it in groups]
-        read.append([[extent.name.partition(".")[0] for extent in group] for group in listed])
-        real(listed, device, use)
+    def at(room: int) -> list[list[str]]:
+        """Groups in the order of their use."""
+        log.clear()
+        bring_windows(rooms, CPU, room, lambda size: log.append(names[size]))
+        found: list[list[str]] = []
+        for number, it in enumerate(log):
+            if it.startswith("read"):
+                continue
+            if log[number - 1].startswith("read"):
+                there = {name.removeprefix("read ") for name in log[:number] if name.startswith("read")}
+                found.append([])
+            found[-1].append(it)
+            assert it in there, "its group was read first"
+        assert sum(it.startswith("read") for it in log) == len(rooms), "once"
+        return found
 
-    monkeypatch.setattr(window_weights, "read_in_turn", noted)
-    _, some, few, many = ((-(-it.extent.size // 512) * 512, it.nbytes) for it in rooms)
     spare = window_weights.SPARE_BYTES
-
-    def at(room: int) -> list[list[list[str]]]:
-        read.clear()
-        bring_windows(rooms, CPU, room)
-        return read
-
-    assert at(0) == [[["largest"], ["some"], ["many"], ["few"]], []]
-    assert at(spare + sum(many) - 1) == [[["largest"], ["many"]], [["some"], ["few"]]]
-    assert at(spare + sum(many)) == [[["largest"]], [["some"], ["many"], ["few"]]]
-    assert at(spare + few[0] + sum(many)) == [[["largest"]], [["some"], ["many", "few"]]]
-    assert at(1 << 30) == [[], [["largest", "some", "many", "few"]]]
-    monkeypatch.setattr(window_weights, "GROUP_BYTES", some[1] + many[1])
-    assert at(1 << 30) == [[], [["largest"], ["some", "many"], ["few"]]]
+    assert at(0) == [["largest"], ["some"], ["many"], ["few"]]
+    assert at(spare + sum(many) - 1) == [["largest"], ["many"], ["some"], ["few"]]
+    assert at(spare + sum(many)) == [["largest"], ["some"], ["many"], ["few"]]
+    assert at(spare + few[0] + sum(many)) == [["largest"], ["some"], ["many", "few"]]
+    assert at(1 << 30) == [["largest", "some", "many", "few"]]
 
 
 def test_groups_are_bounded(rooms: dict[Any, int]) -> None:
     ordered = sorted(rooms, key=lambda it: -it.nbytes)
     for room in range(0, 4 * ordered[0].nbytes, ordered[0].nbytes // 7):
-        groups = list(window_weights._groups(ordered, room))
+        groups = list(groups_in(room, ordered))
         assert [it for group in groups for it in group] == ordered
         for group in groups:
             there = sum(-(-it.extent.size // 512) * 512 for it in group) + max(it.nbytes for it in group)
             assert len(group) == 1 or there <= room
+    largest, some, many, few = ordered
+    plain = some.nbytes + many.nbytes
+    assert list(groups_in(1 << 30, ordered, group_bytes=plain)) == [[largest], [some, many], [few]]
+    assert list(groups_in(1 << 30, ordered, group_bytes=plain - 1)) == [[largest], [some], [many, few]]
 
 
 def test_damage_is_told(tmp_path: Path, weights: dict[str, Any], rooms: dict[Any, int]) -> None:
@@ -156,11 +188,9 @@ def test_damage_is_told(tmp_path: Path, weights: dict[str, Any], rooms: dict[Any
 
 
 def test_no_room_at_all(rooms: dict[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(nbytes: int, device: Any, what: str) -> None:
-        assert nbytes == sum(rooms.values())
-        raise OutOfMemory(what)
-
-    monkeypatch.setattr(window_weights, "allocate", refused)
+    card = Card(monkeypatch)
+    card.free = 0
+    card.exhaust(monkeypatch, sum(rooms.values()))
     with pytest.raises(OutOfMemory, match="the room for weights in the window layout"):
         bring_windows(rooms, CPU, 1 << 30)
     assert bring_windows({}, CPU, 1 << 30) == {}
@@ -175,14 +205,12 @@ def test_too_many_escapes(
     rooms: dict[Any, int],
     weights: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is multiplied from a buffer of the size that was planned, whatever else there is."""
-    monkeypatch.setattr(window_weights, "STRIP_BYTES", strip)
     found = bring_windows(rooms, CPU, 1 << 30)
     parts = {it.name: PackedTensor(found[it.name]) for it in rooms}
     with caplog.at_level(logging.WARNING, "tpde"):
-        told = settle(parts, {it.name: strip_room(it) for it in rooms})
+        told = settle(parts, {it.name: min(strip_room(it), strip) for it in rooms})
     assert "1 of 4 weights have too many escapes" in caplog.text
     assert "`many.weight`" in caplog.text
     there = [it for it in found.values() if isinstance(it, Windowed)]
@@ -197,7 +225,7 @@ def test_too_many_escapes(
     finish(model)
     (slot,) = model.many.tpde_slots.values()
     (part,) = (it for it in rooms if it.name == "many.weight")
-    assert slot.packed.tile_bytes == slot.group.pool.capacity == strip_room(part) <= strip
+    assert slot.packed.tile_bytes == slot.group.pool.capacity == min(strip_room(part), strip)
     tiles = row_tiles(*part.shape, 2, slot.packed.sources[0].header.chunk_words, slot.packed.tile_bytes)
     assert len(tiles) == (1 if strip > part.nbytes else 2)
     x = torch.randn(3, 512).to(torch.bfloat16)
@@ -237,17 +265,40 @@ def test_units(checkpoint: Checkpoint, rooms: dict[Any, int], weights: dict[str,
         assert found.rows == part.shape[0]
 
 
-def test_only_what_gains_is_there(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_gains_is_there(checkpoint: Checkpoint) -> None:
     part = checkpoint.packed["few.weight"]
     header = header_of(part)
     room = window_room(part, header)
     assert 0.7 * part.nbytes < room < 0.75 * part.nbytes
     assert room >= part.extent.size, "it may stay packed, and have that room"
-    monkeypatch.setattr(window_weights, "MOST_SHARE", 0.7)
-    assert window_room(part, header) == 0
-    monkeypatch.undo()
-    monkeypatch.setattr(window_weights, "STRIP_BYTES", 1000)
-    assert window_room(part, header) == 0, "not even a row of it would fit"
-    monkeypatch.undo()
-    monkeypatch.setattr(window_weights, "codec_of", lambda _: type("Codec", (), {"stays": True}))
-    assert window_room(part, header) == 0
+    most = int(0.85 * part.nbytes)
+    for size, kept in ((most, most // 512 * 512), (most + 512, 0)):
+        part.extent = part.extent._replace(size=size // 512 * 512)
+        assert window_room(part, header) == kept, "hardly less than plain"
+
+
+def test_a_row_must_fit_where_rows_are_decoded(checkpoint: Checkpoint) -> None:
+    """For the case that it stays packed."""
+    part = checkpoint.packed["few.weight"]
+    header = header_of(part)
+    for columns, there in ((30 << 20, True), (33 << 20, False)):
+        part.spec = TensorSpec("BF16", (16, columns))
+        assert bool(window_room(part, header)) == there
+    part.spec = TensorSpec("BF16", (1 << 14, 1 << 12))
+    assert strip_room(part) == 64 << 20, "of larger ones a part at a time"
+    part.spec = TensorSpec("BF16", (1 << 10, 1 << 12))
+    assert part.nbytes < strip_room(part) < part.nbytes + (1 << 20)
+
+
+def test_what_must_be_whole_on_a_gpu_has_no_windows(weights: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(
+        pack_bytes(
+            safetensors_bytes(
+                {"few": (TensorSpec("BF16", (128, 512)), bits(weights["few.weight"]).numpy().tobytes())}
+            ),
+            codec="zstd",
+        )
+    )
+    with Checkpoint([tmp_path / "model.safetensors"]) as found:
+        part = found.packed["few"]
+        assert window_room(part, header_of(part)) == 0

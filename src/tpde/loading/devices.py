@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, UnsupportedDevice
+from tpde.loading.machine import current
 
 ON_CPU = 'run on the CPU with `device="cpu"` (`--device cpu`)'
 WITHOUT_BUDGET = "`vram` is a budget of a GPU's memory: leave it out to run on the CPU"
@@ -28,8 +29,9 @@ def checked_device(device: str | int | torch.device | None, instead: str = ON_CP
     UnsupportedDevice
         If packed weights cannot be on such a device, or it is not there.
     """
+    machine = current()
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return machine.gpu() or torch.device("cpu")
     name = f"cuda:{device}" if isinstance(device, int) else device
     try:
         found = torch.device(name)  # a number alone is refused where there is no GPU
@@ -42,19 +44,19 @@ def checked_device(device: str | int | torch.device | None, instead: str = ON_CP
             f"packed weights run on `cpu` and `cuda`, not on `{found.type}`", hint="use one of these"
         )
     if found.type == "cuda":
-        if not torch.cuda.is_available():
+        there = machine.gpu(found.index)
+        if there is not None:
+            return there
+        if machine.gpu() is None:
             raise UnsupportedDevice(
                 "there is no CUDA device that PyTorch can use",
                 hint=f"{instead}, or see what `tpde doctor` finds",
                 where="device",
             )
-        index = torch.cuda.current_device() if found.index is None else found.index
-        if index >= torch.cuda.device_count():
-            raise UnsupportedDevice(
-                f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`",
-                hint="use that",
-            )
-        return torch.device("cuda", index)
+        raise UnsupportedDevice(
+            f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`",
+            hint="use that",
+        )
     return found
 
 
@@ -73,7 +75,8 @@ def check_gpu(device: Any, hint: str) -> None:
     InvalidInput
         If that is no GPU.
     """
-    if str(device) in ("cpu", "disk", "meta"):
+    elsewhere = {"cpu", "disk", "meta"} - {str(current().gpu())}  # a machine's GPU may be simulated
+    if str(device) in elsewhere:
         raise InvalidInput(
             f"`vram` is a budget of GPU memory, but the model goes to `{device}`", hint=hint, where="vram"
         )

@@ -1,4 +1,4 @@
-"""What a machine has for weights that travel: room on its devices, host memory, disks."""
+"""What a machine has for weights that travel: its GPUs, room on them, host memory, disks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from tpde.streaming.trace import Trace, start_trace
 
 class Machine(Protocol):
     """What opens them. Whoever asks closes what it gets."""
+
+    def gpu(self, number: int | None = None) -> torch.device | None:
+        """A GPU, by default the one that PyTorch uses; None if it is not there."""
 
     def device(self, device: torch.device, size: int, beside: Device | None = None) -> Device:
         """Take room on a device.
@@ -83,6 +86,13 @@ class Machine(Protocol):
 
 class CudaMachine:
     """The machine that this process runs on, and its CUDA devices."""
+
+    def gpu(self, number: int | None = None) -> torch.device | None:
+        """One that PyTorch can use."""
+        if not torch.cuda.is_available():
+            return None
+        number = torch.cuda.current_device() if number is None else number
+        return torch.device("cuda", number) if number < torch.cuda.device_count() else None
 
     def device(self, device: torch.device, size: int, beside: Device | None = None) -> Device:
         """Room on a CUDA device; `beside` is of this machine, too."""

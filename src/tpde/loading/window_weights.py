@@ -119,14 +119,26 @@ class _Arena:
         return made
 
 
-def _groups(stored: Sequence[Stored], room: int) -> Iterator[list[Stored]]:
-    """Blobs to be on a device at a time, the largest first, beside one of them plain."""
+def groups_in(
+    room: int, stored: Sequence[Stored], *, group_bytes: int = GROUP_BYTES
+) -> Iterator[list[Stored]]:
+    """Blobs to be on a device at a time, beside one of them plain.
+
+    Parameters
+    ----------
+    room : int
+        Bytes for both.
+    stored : sequence of Stored
+        The largest first; each of them fits alone.
+    group_bytes : int
+        Plain bytes of those that are there at a time, at most, unless it is one.
+    """
     group: list[Stored] = []
     plain = there = 0
     for it in stored:
         size = align(it.extent.size, ALIGN)
         most = (group or [it])[0].nbytes
-        if group and (plain + it.nbytes > GROUP_BYTES or there + size + most > room):
+        if group and (plain + it.nbytes > group_bytes or there + size + most > room):
             yield group
             group, plain, there = [], 0, 0
         group.append(it)
@@ -177,7 +189,7 @@ def bring_windows(
     small = [it for it in ordered if align(it.extent.size, ALIGN) + it.nbytes <= room]
     for at, groups in (
         (torch.device("cpu"), [[it] for it in ordered if it not in small]),
-        (device, list(_groups(small, room))),
+        (device, list(groups_in(room, small))),
     ):
         coming = iter(groups)
 

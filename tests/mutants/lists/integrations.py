@@ -106,9 +106,9 @@ MUTANTS = (
     ),
     mutant(
         "any-number-of-a-device",
-        "loading/devices.py",
-        "        if index >= torch.cuda.device_count():\n",
-        "        if index > torch.cuda.device_count():\n",
+        "loading/machine.py",
+        "if number < torch.cuda.device_count() else None",
+        "if number <= torch.cuda.device_count() else None",
         "a device that is not there is refused by PyTorch, in its own words",
         "unit/test_model_terms.py",
         _PRETRAINED,
