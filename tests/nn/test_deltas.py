@@ -41,18 +41,11 @@ class Tunes(NamedTuple):
             assert_same_bits(self.packed(ids), self.plain[name](ids), str(name))
 
 
-@pytest.fixture
-def on_kernels(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """By a GPU's kernels, which run on the CPU here."""
-    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
-    monkeypatch.setattr("tpde.weights.changed.by_kernels", lambda device: True)
-
-
 @pytest.fixture(params=["core", "kernels"])
 def where(request: pytest.FixtureRequest) -> None:
     """By the core, and by kernels."""
     if request.param == "kernels":
-        request.getfixturevalue("on_kernels")
+        request.getfixturevalue("on_cpu")
 
 
 def make(dtype: Any = torch.bfloat16, tie: bool = True, **sizes: int) -> Tunes:
@@ -82,7 +75,7 @@ def test_bits(dtype: Any, tie: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.bfloat16, False), (torch.float32, True)])
-@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.usefixtures("on_cpu")
 def test_bits_by_kernels(dtype: Any, tie: bool) -> None:
     tunes = make(dtype, tie, blocks=1)
     for name in ("math", None):
@@ -90,7 +83,7 @@ def test_bits_by_kernels(dtype: Any, tie: bool) -> None:
         tunes.check(name)
 
 
-@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.usefixtures("on_cpu")
 def test_memory_of_rows() -> None:
     """What differs in a row is kept beside the coded change, which no row can be decoded of."""
     tunes = make(tie=False, blocks=1)

@@ -60,6 +60,8 @@ class MadeBackend:
         Its method; by default nothing can be launched.
     facts : DeviceFacts or Exception
         Of every device; or why nothing is known.
+    kind : str
+        Type of the devices.
 
     Attributes
     ----------
@@ -68,9 +70,12 @@ class MadeBackend:
     """
 
     def __init__(
-        self, kernel: Callable[..., Any] | None = None, facts: DeviceFacts | Exception = FACTS
+        self,
+        kernel: Callable[..., Any] | None = None,
+        facts: DeviceFacts | Exception = FACTS,
+        kind: str = "cuda",
     ) -> None:
-        self._kernel, self._facts = kernel, facts
+        self._kernel, self._facts, self.kind = kernel, facts, kind
         self.asked: list[int] = []
 
     def driver_version(self) -> tuple[int, int]:

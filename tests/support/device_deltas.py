@@ -25,7 +25,6 @@ from tpde.store import (
     device_deltas,
     device_diff,
     device_update,
-    live_deltas,
     live_tensors,
     live_update,
 )
@@ -77,10 +76,8 @@ def codecs(data: bytes) -> dict[str, str]:
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Nothing is resident."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (live_deltas, live_update):
-            patch.setattr(module, "is_resident", lambda it: False)
+    """Nothing is resident: no kernel runs."""
+    with launching_on(MadeBackend(kind="none")):
         yield
 
 
@@ -460,7 +457,7 @@ class DeviceDeltas:
                 raise tpde.errors.CompileError("no")
             return real.kernel(source, name, *rest)
 
-        with launching_on(MadeBackend(kernel)), pytest.raises(tpde.errors.CompileError):
+        with launching_on(MadeBackend(kernel, kind=real.kind)), pytest.raises(tpde.errors.CompileError):
             tpde.apply_delta(old, made)
         assert same(old, before)
 
