@@ -493,14 +493,22 @@ def test_script_modules_have_no_deltas() -> None:
             assert model(torch.ones(2, 64)).shape == (2, 64)
 
 
-def test_large_copies_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that is not packed has deltas, too; each is a copy of what it changes."""
-    monkeypatch.setattr("tpde.nn.model_deltas._LOUD_BYTES", 1 << 16)
+@pytest.mark.parametrize(("rows", "told"), [(2047, False), (2048, True)])
+def test_large_copies_are_told_of(rows: int, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 64 MiB and more in all copies."""
+    base = torch.nn.Linear(8192, rows, bias=False, dtype=torch.bfloat16)
+    new = {"weight": base.weight.detach().clone()}
+    new["weight"].view(torch.int16)[3, 4] += 1
+    add_deltas(base, {"math": tpde.make_delta(dict(base.state_dict()), new)})
+    assert ("pack the model" in caplog.text) == told
+
+
+def test_a_model_that_is_not_packed() -> None:
+    """It has deltas, too; each is a copy of what it changes."""
     torch.manual_seed(5)
     base = Model().to(torch.bfloat16).eval()
     target = tuned(base, 1)
     model = add_deltas(copy.deepcopy(base), {"math": tpde.make_delta(base, target)})
-    assert "pack the model" in caplog.text
     for name, expected in (("math", target), (None, base)):
         model.use(name)
         with torch.no_grad():
