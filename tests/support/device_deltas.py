@@ -23,7 +23,6 @@ from tpde.io.sources import BytesSource
 from tpde.store import (
     device_copies,
     device_deltas,
-    device_diff,
     device_update,
     live_tensors,
     live_update,
@@ -375,18 +374,22 @@ class DeviceDeltas:
 
     @pytest.mark.parametrize("how", ["more", "fewer", "the same again", "the base", "all", "moved"])
     @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
-    def test_tensors_that_are_written_meanwhile_lead_nowhere(
-        self, dtype: str, how: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tensors_that_are_written_meanwhile_lead_nowhere(self, dtype: str, how: str) -> None:
         """As by a trainer's thread, between counting and coding."""
         b, count = DTYPES[dtype].word_bytes, 66_000
         base = words_of(dtype, count)
         old = {"w": self.tensor(base, dtype)}
         new = {"w": self.tensor(moved(base, dtype, 0.01, False), dtype)}
-        real = device_diff._encoded
+        there, coded = current(), list[str]()
         words = {name: it["w"].view(torch.uint8).view(-1, b) for name, it in (("old", old), ("new", new))}
 
-        def encoded(*arguments: Any) -> Any:
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name == "encode" and not coded:
+                coded.append(name)
+                write()
+            return there.kernel(source, name, *rest)
+
+        def write() -> None:
             if how == "more":
                 words["new"][::77] ^= 1
             elif how == "fewer":
@@ -399,10 +402,10 @@ class DeviceDeltas:
                 words["new"] ^= 0x7F
             else:
                 words["new"].copy_(words["new"].roll(1, 0))
-            return real(*arguments)
 
-        monkeypatch.setattr(device_diff, "_encoded", encoded)
-        made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
+        with launching_on(MadeBackend(kernel, kind=there.kind)):
+            made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
+        assert coded
         try:
             tpde.apply_delta({"w": found}, made)
         except (tpde.Corrupt, tpde.MissingBase):
@@ -410,15 +413,17 @@ class DeviceDeltas:
         else:
             assert same({"w": found}, new)
 
-    def test_without_memory_tensors_pass_through_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_memory_tensors_pass_through_the_host(self) -> None:
         old, new = self.state(0.01, False, (66_000,))
+        there = current()
 
-        def none(*_: Any) -> Any:
-            raise torch.OutOfMemoryError("no memory")
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name in ("encode", "decode"):
+                raise torch.OutOfMemoryError("no memory")
+            return there.kernel(source, name, *rest)
 
-        monkeypatch.setattr(device_diff, "_encoded", none)
-        monkeypatch.setattr(device_update.SparseChanges, "_decode", none)
-        self.apply(old, new, self.make(old, new))
+        with launching_on(MadeBackend(kernel, kind=there.kind)):
+            self.apply(old, new, self.make(old, new))
 
     @pytest.mark.parametrize("lasts", [False, True])
     def test_memory_that_ends_at_any_point(self, lasts: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contents import fill, spec_of
+from support.contents import fill_large, spec_of
 
 from tpde.codec.blob import BlobWriter, digest
 from tpde.codec.selection import plan_tensor, sample_ranges
 from tpde.io.sinks import BytesSink
 
-PART = spec_of("BF16", 1 << 20)
 SPEC = spec_of("BF16", 20 << 20)  # of five pieces of one thread
-DATA = np.frombuffer(fill("normal", PART) * 20, np.uint8)
+DATA = np.frombuffer(fill_large("normal", SPEC), np.uint8)
 
 
 class _Sink(BytesSink):

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from support.contents import fill, rng, spec_of
+from support.contents import fill, fill_large, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
 from tpde.codec import selection
@@ -104,17 +104,12 @@ def test_single_bytes_are_pieces_too(words: int) -> None:
     assert _write(tensors, list(range(spec.nbytes))) == _write(tensors, [])
 
 
-PART = spec_of("BF16", 256 * selection.PREFIX_CHUNK_WORDS)
-LARGE = spec_of("BF16", 17 * 256 * selection.PREFIX_CHUNK_WORDS)  # 68 MiB: three steps of several threads
-
-
-def _large(content: str) -> bytes:
-    return fill(content, PART) * 17
+LARGE = spec_of("BF16", 17 << 21)  # 68 MiB: three steps of several threads
 
 
 @pytest.mark.parametrize("cuts", [[], [33 << 20, (33 << 20) + 5, (35 << 20) + 7]])
 def test_pieces_hashed_beside_encoding_are_hashed_in_order(cuts: list[int]) -> None:
-    data = _large("normal")
+    data = fill_large("normal", LARGE)
     sink = BytesSink()
     with FileWriter(sink, {"x": LARGE}, threads=2) as writer:
         for begin, end in itertools.pairwise([0, *cuts, len(data)]):
@@ -138,7 +133,7 @@ class _Short(FileSink):
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_piece_that_fails_leaves_no_thread_and_no_file(number: int, tmp_path: Path) -> None:
-    before, data = threading.active_count(), _large("normal")
+    before, data = threading.active_count(), fill_large("normal", LARGE)
 
     def write() -> None:
         with FileWriter(_Short(tmp_path / "x", number), {"x": LARGE}, threads=2) as writer:
@@ -173,7 +168,7 @@ class _Late(Executor):
 @pytest.mark.parametrize("content", ["normal", "random", "constant"])
 def test_whatever_is_hashed_beside_is_waited_for(content: str) -> None:
     """Else what a caller writes next into its memory would be hashed, or nothing at all."""
-    data = np.frombuffer(_large(content), np.uint8)
+    data = np.frombuffer(fill_large(content, LARGE), np.uint8)
     sink = BytesSink()
     made = TensorWriter(LARGE, sink, 0, threads=2, codec="auto", may_pack=True, background=_Late())  # type: ignore[arg-type]
     for begin in range(0, data.size, 35 << 20):  # more than is encoded at a time
