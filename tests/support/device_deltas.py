@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpde
-from support.backends import MadeBackend
+from support.backends import MadeBackend, MadeKernel
 from support.contents import rng
 from support.guarded import guarded
 from tpde.codec import fingerprints
@@ -23,7 +23,6 @@ from tpde.io.sources import BytesSource
 from tpde.store import (
     device_copies,
     device_deltas,
-    device_update,
     live_tensors,
     live_update,
 )
@@ -359,16 +358,21 @@ class DeviceDeltas:
             assert str(caught.value) == str(expected.value)
             assert np.array_equal(torch_bytes(old["w"]), base)
 
-    def test_a_device_that_errs_is_not_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_device_that_errs_is_not_believed(self) -> None:
+        """One of whose kernels does nothing."""
         old, new = self.state(0.01, False, (66_000,))
         made, before = self.make(old, new), cpu(old)
-        real = device_update.SparseChanges.found.func
-        monkeypatch.setattr(
-            device_update.SparseChanges,
-            "found",
-            property(lambda self: {name: it._replace(damaged=True) for name, it in real(self).items()}),
-        )
-        with pytest.raises(NativeError, match="another tensor"):
+        there = current()
+
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name == "locate":
+                return MadeKernel(lambda *_, **__: lambda *_: None)
+            return there.kernel(source, name, *rest)
+
+        with (
+            launching_on(MadeBackend(kernel, kind=there.kind)),
+            pytest.raises(NativeError, match="another tensor"),
+        ):
             tpde.apply_delta(old, made)
         assert same(old, before)
 
