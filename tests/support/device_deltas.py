@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpde
-from support.backends import MadeBackend, MadeKernel
+from support.backends import MadeBackend, MadeKernel, NotingBackend
 from support.contents import rng
 from support.guarded import guarded
 from tpde.codec import fingerprints
@@ -23,8 +23,6 @@ from tpde.io.sources import BytesSource
 from tpde.store import (
     device_copies,
     device_deltas,
-    live_tensors,
-    live_update,
 )
 from tpde.store.delta_file import DeltaFile
 
@@ -183,17 +181,18 @@ class DeviceDeltas:
         old, new = self.state(0.01, False, (9, 65539), offset)
         self.apply(old, new, self.make(old, new))
 
-    def test_what_is_sparse_stays_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_sparse_stays_on_the_device(self) -> None:
         old, new = self.state(0.005, False, (66_003,))
         floats = [name for name in old if DTYPES[name.split(".")[0]].rotate]
         old, new = ({name: it[name] for name in floats} for it in (old, new))
         made = self.make(old, new)
         assert set(codecs(made).values()) == {SPARSE}
-        for module in (live_tensors, live_update):
-            monkeypatch.setattr(module, "torch_bytes", lambda it: pytest.fail("copied to the host"))
-        assert tpde.make_delta(old, new) == made
-        assert tpde.apply_delta(old, made) == len(floats)
-        monkeypatch.undo()
+        noting = NotingBackend(current())
+        with launching_on(noting):
+            assert tpde.make_delta(old, new) == made
+            assert {"encode", "gather"} <= set(noting.names)
+            assert tpde.apply_delta(old, made) == len(floats)
+        assert {"decode", "write"} <= set(noting.names)
         assert same(old, new)
 
     def test_fingerprints(self) -> None:
