@@ -1,7 +1,11 @@
-"""Dtypes of safetensors as PyTorch and NumPy know them, and arrays from bytes. Imports neither at the top."""
+"""Dtypes of safetensors as PyTorch and NumPy know them, arrays from bytes, and PyTorch's devices.
+
+Imports neither at the top.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +92,20 @@ def require_torch(what: str, instead: str = "", extra: str = "torch") -> None:
             f"{what} needs torch, which cannot be imported ({error})",
             hint=f'run `pip install "tpde[{extra}]"`{instead}',
         ) from None
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A device as the current one, which launches go to."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of a device's current stream; 0 of one that has no streams."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 @functools.cache

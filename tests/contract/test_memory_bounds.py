@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import sys
 
@@ -150,12 +151,12 @@ def test_changes_have_no_more_room_than_they_are_given(dtype: str) -> None:
     new = np.frombuffer(rng("other", dtype).bytes(old.size), np.uint8)
     model = model_of(dtype, *pair(dtype, "normal", "few", 500))
     chunks = np.zeros(2, np.uint32)
-    used, error = native._u64(), native.Error()
+    used, error = ctypes.c_uint64(), native.Error()
     for size in (2 * 29, *range(2 * 60, 2 * 90, 2), 2000, old.size // 4):
         out = room(size)
         code = native.core().tpde_delta_encode(
             *(model._handle, old.ctypes.data, new.ctypes.data, old.size // b, out.ctypes.data, size, used),
-            *(chunks.ctypes.data, chunks.copy().ctypes.data, 0, native._u64(), 2, error),
+            *(chunks.ctypes.data, chunks.copy().ctypes.data, 0, ctypes.c_uint64(), 2, error),
         )
         assert code == native.E_SPACE
 
@@ -167,7 +168,7 @@ def test_tables_and_models_that_are_cut() -> None:
         with pytest.raises(TpdeError):
             prefix_codes.PrefixCodec(layout, guarded(table[:size]))
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
-    handle, error = native._ptr(), native.Error()
+    handle, error = ctypes.c_void_p(), native.Error()
     for size in range(len(whole)):
         part = guarded(whole[:size])
         assert native.core().tpde_delta_model_open(part.ctypes.data, size, 1, handle, error)

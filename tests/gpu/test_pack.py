@@ -52,12 +52,12 @@ def test_blobs_are_the_cpus(dtype: str, content: str) -> None:
         assert_same(packed, pack_tensor(it, "it"))
 
 
-def test_the_gpu_packs_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_packs_weights() -> None:
     """And does not leave all of them to the CPU."""
     given = [(str(rows), tensor("BF16", "normal", rows * 640).view(rows, 640).cuda()) for rows in (64, 5000)]
     assert all(it.blob is not None for it in gpu_packing.packed_there(given, "prefix"))
-    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 1)
-    assert all(it.blob is not None for it in gpu_packing.packed_there(given, "prefix"))
+    for alone in given:
+        assert all(it.blob is not None for it in gpu_packing.packed_there([alone], "prefix"))
 
 
 def test_views_and_other_streams() -> None:
@@ -140,10 +140,14 @@ def test_without_memory_the_cpu_packs(
     it = tensor("BF16", "normal", 640 * 4000)
     there = it.cuda()
 
-    def full(*_: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    real = torch.empty
 
-    monkeypatch.setattr(gpu_packing, "_empty_blob", full)
+    def full(*args: Any, **options: Any) -> Any:
+        if torch.device(options.get("device") or "cpu").type == "cuda":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
     with caplog.at_level(logging.INFO, "tpde"):
         assert_same(pack_tensor(there, "it"), pack_tensor(it, "it"))
     assert "packed on the CPU" in caplog.text

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.training import equal, write_step
+from support.training import equal, held_back, write_step
 
 import tpde
 from tpde import CheckpointStore
 from tpde.errors import Corrupt, DestinationExists, InvalidInput, TpdeError, Truncated
 from tpde.io.sinks import FileSink
-from tpde.store import chain, delta_writer, stored_steps
-from tpde.store.chain import name_of
+from tpde.store.chain import STEP, TREE, name_of, open_links, open_step, state_of, step_of
 from tpde.store.delta_file import DeltaFile
 from tpde.store.delta_report import inspect_delta
 from tpde.store.delta_state import DeltaState
@@ -165,11 +164,9 @@ def test_a_chain_of_200_steps(tmp_path: Path) -> None:
     for step in range(200):
         weight[step] += 1
         tree = StateTree({"weight": weight})
-        target = MemoryState(
-            tree.specs, lambda name: leaf_bytes(weight), {chain.STEP: str(step), chain.TREE: tree.text}
-        )
+        target = MemoryState(tree.specs, lambda name: leaf_bytes(weight), {STEP: str(step), TREE: tree.text})
         write_step(tmp_path, step, state, target, name_of(step - 1) if step else None)
-        state = DeltaState(chain.open_step(tmp_path, step).file, state)
+        state = DeltaState(open_step(tmp_path, step).file, state)
         wanted[step] = weight.clone()
     state.close()
     store = CheckpointStore(tmp_path)
@@ -191,13 +188,7 @@ def test_a_run_goes_on_in_another_process(run: dict[int, Any], tmp_path: Path) -
 
 def test_a_background_save_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
-    write = delta_writer.write_delta
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        assert begin.wait(60)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(delta_writer, "write_delta", slow)
+    held_back(monkeypatch, begin)
     tensor, array, other = torch.arange(1000), np.arange(10), np.arange(10, dtype=">i4")
     with CheckpointStore(tmp_path) as store:
         store.save(1, [tensor, tensor.view(10, 100).t(), array, other], background=True)
@@ -232,9 +223,9 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
 ) -> None:
     store = CheckpointStore(tmp_path / "store")
     store.save(1, {"x": 1})
-    write = delta_writer.write_delta
+    write = os.pwritev
 
-    def full(*args: Any, **kwargs: Any) -> Any:
+    def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     calls: dict[str, Callable[[], Any]] = {
@@ -247,12 +238,12 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
         "prune": lambda: store.prune(1),
         "export": lambda: store.export(1, tmp_path / "out"),
     }
-    monkeypatch.setattr(delta_writer, "write_delta", full)
+    monkeypatch.setattr(os, "pwritev", full)
     store.save(2, {"x": 2}, background=True)
     with pytest.raises(OSError, match="No space left"):
         calls[call]()
     assert "step 2 was not saved" in caplog.text
-    monkeypatch.setattr(delta_writer, "write_delta", write)
+    monkeypatch.setattr(os, "pwritev", write)
     assert store.steps == (1,)  # once alone
     store.save(2, {"x": 2})
     assert store.load() == {"x": 2}
@@ -333,10 +324,9 @@ def test_a_killed_writer_holds_nothing(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch
 from tpde import CheckpointStore
-from tpde.store import delta_writer
 store = CheckpointStore(sys.argv[1])
 store.save(1, {"x": torch.ones(10)})
-delta_writer.write_delta = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+os.pwritev = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 store.save(2, {"x": torch.ones(10)})
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
@@ -424,18 +414,20 @@ def test_a_reader_follows_a_chain_that_is_pruned_meanwhile(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path, run)
-    opened, real = [], chain.open_step
+    opened: list[int] = []
+    real = os.open
 
-    def pruned(folder: Path, step: int) -> Any:
-        opened.append(step)
-        if len(opened) == 3:
-            monkeypatch.undo()
-            with CheckpointStore(tmp_path) as store:
-                store.prune(2)
-            monkeypatch.setattr(chain, "open_step", pruned)
-        return real(folder, step)
+    def pruned(path: Any, *args: Any, **options: Any) -> int:
+        if (step := step_of(Path(path).name)) is not None:
+            opened.append(step)
+            if len(opened) == 3:
+                monkeypatch.undo()
+                with CheckpointStore(tmp_path) as store:
+                    store.prune(2)
+                monkeypatch.setattr(os, "open", pruned)
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(chain, "open_step", pruned)
+    monkeypatch.setattr(os, "open", pruned)
     assert equal(CheckpointStore(tmp_path).load(9), run[9])
     assert opened == [9, 8, 7, 9, 8]
     monkeypatch.undo()
@@ -447,15 +439,16 @@ def test_what_is_pruned_while_steps_are_looked_at_is_passed_over(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     filled(tmp_path, run)
-    real = stored_steps.open_step
+    real = os.open
 
-    def pruned(folder: Path, step: int) -> Any:
-        monkeypatch.undo()
-        with CheckpointStore(tmp_path) as store:
-            store.prune(2)
-        return real(folder, step)
+    def pruned(path: Any, *args: Any, **options: Any) -> int:
+        if step_of(Path(path).name) is not None:
+            monkeypatch.undo()
+            with CheckpointStore(tmp_path) as store:
+                store.prune(2)
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(stored_steps, "open_step", pruned)
+    monkeypatch.setattr(os, "open", pruned)
     found = getattr(CheckpointStore(tmp_path), call)()
     assert [it.step for it in found] == [8, 9] if call == "describe" else found == []
 
@@ -464,7 +457,7 @@ def test_an_open_reader_outlives_pruning(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path, run)
-    state = chain.state_of(chain.open_links(tmp_path, 3))
+    state = state_of(open_links(tmp_path, 3))
     with CheckpointStore(tmp_path) as store:
         store.prune(1)
     name = "model/0.bias"

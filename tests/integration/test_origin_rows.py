@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import NotingBackend
 from support.contents import rng
 from support.emulated import on_cpu  # noqa: F401
 
@@ -15,6 +16,7 @@ import tpde
 from tpde.codec.delta import chunk_count
 from tpde.codec.delta_reference import Model as ReferenceModel
 from tpde.codec.delta_reference import decode_chunk
+from tpde.cuda.backend import current, launching_on
 from tpde.format.delta_head import DENSE, SPARSE
 from tpde.io.sources import BytesSource, FileSource
 from tpde.store.delta_file import DeltaFile
@@ -91,7 +93,7 @@ def test_row_3_a_layer_with_a_tenth_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_row_4_reconstruction_from_a_sparse_delta_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_4_reconstruction_from_a_sparse_delta_by_a_kernel() -> None:
     """The kernel runs on the CPU here, on a GPU in tests/gpu/test_delta.py."""
     draw = rng("origin", 4)
     base = (0.02 * draw.standard_normal((16, 4096))).astype(np.float32)
@@ -103,14 +105,15 @@ def test_row_4_reconstruction_from_a_sparse_delta_by_a_kernel(monkeypatch: pytes
     made = tpde.make_delta(live, new)
     file = DeltaFile(BytesSource(made, "<delta>"))
     assert [it.codec for it in file.head.tensors] == [SPARSE]
-    monkeypatch.setattr("tpde.store.live_update.torch_bytes", lambda it: pytest.fail("not by the kernel"))
-    assert tpde.apply_delta(live, made) == 1
+    noting = NotingBackend(current())
+    with launching_on(noting):
+        assert tpde.apply_delta(live, made) == 1
+    assert {"decode", "write"} <= set(noting.names)
     assert np.array_equal(bits(live["w"]), bits(new["w"]))
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("by", ["core", "kernels"])
-def test_row_9_a_layer_of_a_base_and_a_delta_in_a_model(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_9_a_layer_of_a_base_and_a_delta_in_a_model(by: str, request: pytest.FixtureRequest) -> None:
     """The weight is rebuilt from base, index and blob, multiplied by, and gone.
 
     A base of less than the weight stays, packed, with two deltas on it; the kernels run on the CPU here.
@@ -118,7 +121,7 @@ def test_row_9_a_layer_of_a_base_and_a_delta_in_a_model(by: str, monkeypatch: py
     from tpde.nn import PackedParameter, add_deltas
 
     if by == "kernels":
-        monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
+        request.getfixturevalue("on_cpu")
     torch.manual_seed(9)
     layers = [torch.nn.Linear(512, 1280), torch.nn.GELU(), torch.nn.Linear(1280, 512)]
     base = torch.nn.Sequential(*layers).to(torch.bfloat16)

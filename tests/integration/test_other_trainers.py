@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training import equal
+from support.training import equal, held_back
 
 from tpde import CheckpointStore
 from tpde.errors import InvalidInput
@@ -203,23 +203,13 @@ def test_lightning_loads_what_is_still_being_written(
     import threading
 
     from tpde.integrations.lightning import StoredCheckpointIO
-    from tpde.store import delta_writer
 
-    loading, write, load = threading.Event(), delta_writer.write_delta, CheckpointStore.wait
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        assert loading.wait(60)
-        return write(*args, **kwargs)
-
-    def waiting(store: Any) -> None:
-        if threading.current_thread() is threading.main_thread() and store._pending is not None:
-            loading.set()
-        load(store)
-
-    monkeypatch.setattr(delta_writer, "write_delta", slow)
-    monkeypatch.setattr(CheckpointStore, "wait", waiting)
+    loading = threading.Event()
+    held_back(monkeypatch, loading)
     made = StoredCheckpointIO(background=True)
     made.save_checkpoint({"state_dict": {"x": torch.ones(3)}, "global_step": 1}, tmp_path / "a.ckpt")
+    assert not list(tmp_path.rglob("step-*"))
+    threading.Timer(0.2, loading.set).start()
     assert torch.equal(made.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["x"], torch.ones(3))
     made.teardown()
 

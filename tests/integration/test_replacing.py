@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import renames
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
@@ -22,7 +25,7 @@ from tpde.errors import DestinationExists, InvalidDestination
 from tpde.files import folder_swap
 from tpde.files.file_writer import FileWriter
 from tpde.files.operations import pack, unpack
-from tpde.io import rename, sinks, temporary
+from tpde.io import temporary
 from tpde.io.sinks import FileSink
 from tpde.store.diffing import diff
 from tpde.store.patching import patch
@@ -68,15 +71,11 @@ def visible(folder: Path) -> list[str]:
     return sorted(it.name for it in folder.iterdir())
 
 
-def _no_flags(*_: Any) -> bool:
-    return False
-
-
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Replace as this system can, and as others do."""
     if request.param == "two renames":
-        monkeypatch.setattr(rename, "_rename", _no_flags)
+        renames.missing(monkeypatch)
     return str(request.param)
 
 
@@ -346,14 +345,22 @@ def test_force_replaces_files_and_links_but_no_devices(model: Path, tmp_path: Pa
 
 # ---- what interrupts
 
-CALLS = ["os.fsync", "os.rename", "rename_new", "exchange", "os.unlink", "os.rmdir", "os.listdir", "remove"]
+CALLS = {
+    "sync": (os, "fsync"),
+    "rename": (os, "rename"),
+    "rename with flags": None,
+    "link": (os, "link"),
+    "unlink": (os, "unlink"),
+    "remove a folder": (os, "rmdir"),
+    "list": (os, "listdir"),
+    "remove a tree": (shutil, "rmtree"),
+}
 
 
 def _interrupt(patch: pytest.MonkeyPatch, call: str, number: int, after: bool) -> Callable[[], bool]:
-    """Raise Ctrl-C before or after one call of a function; tells whether it came to that."""
-    target, _, name = call.rpartition(".")
-    where: Any = os if target else folder_swap
-    real, calls = getattr(where, name), 0
+    """Raise Ctrl-C before or after one call of the system; tells whether it came to that."""
+    place, calls = CALLS[call], 0
+    real: Any = getattr(*place) if place else renames.present()
 
     def interrupted(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -365,7 +372,10 @@ def _interrupt(patch: pytest.MonkeyPatch, call: str, number: int, after: bool) -
             raise KeyboardInterrupt
         return result
 
-    patch.setattr(where, name, interrupted)
+    if place:
+        patch.setattr(*place, interrupted)
+    else:
+        patch.setattr(ctypes, "CDLL", renames.libraries(interrupted))
     return lambda: calls >= number
 
 
@@ -389,12 +399,12 @@ def test_interrupts_leave_the_old_folder_or_the_new(
     pytest.fail("there are more calls than were tried")
 
 
-@pytest.mark.parametrize("call", ["remove", "_settle"])
+@pytest.mark.parametrize("call", ["remove a tree", "unlink"])
 def test_an_interrupt_while_the_old_folder_goes_lets_it_go_all_the_same(
     call: str, model: Path, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to wait for the next run."""
-    happened = _interrupt(monkeypatch, call if call == "remove" else "_settle", 1, after=False)
+    happened = _interrupt(monkeypatch, call, 1, after=False)
     with pytest.raises(KeyboardInterrupt):
         pack(model, old, force=True)
     assert happened()
@@ -403,13 +413,11 @@ def test_an_interrupt_while_the_old_folder_goes_lets_it_go_all_the_same(
 
 
 KILLED = """
-import os, signal, sys
-from tpde.files import folder_swap, operations
-from tpde.io import rename
+import ctypes, os, signal, sys
+from support import renames
+from tpde.files.operations import pack
 
 number, flags = int(sys.argv[1]), sys.argv[2] == "exchange"
-if not flags:
-    rename._rename = lambda *_: False
 calls = 0
 
 def killing(real):
@@ -424,10 +432,12 @@ def killing(real):
         return result
     return call
 
-for where, name in ((os, "rename"), (os, "fsync"), (os, "link"), (os, "unlink"), (os, "rmdir"),
-                    (rename, "_rename"), (folder_swap, "exchange")):
-    setattr(where, name, killing(getattr(where, name)))
-operations.pack(sys.argv[3], sys.argv[4], force=True)
+for name in ("rename", "fsync", "link", "unlink", "rmdir"):
+    setattr(os, name, killing(getattr(os, name)))
+if not flags:
+    ctypes.CDLL = renames.libraries(None)
+ctypes.CDLL = renames.libraries(killing(renames.present()))
+pack(sys.argv[3], sys.argv[4], force=True)
 print(calls)
 """
 
@@ -440,6 +450,7 @@ def _killed(number: int, way: str, model: Path, old: Path) -> int | None:
         text=True,
         timeout=100,
         check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )
     if done.returncode == 0:
         return int(done.stdout)
@@ -590,20 +601,18 @@ def test_two_packs_to_one_place_never_replace_each_other(
     what: str, fallback: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second begins and ends after the first has looked for the last time."""
-    if fallback:
-        monkeypatch.setattr(rename, "_rename", _no_flags)
     source = model if what == "folder" else model / "model.safetensors"
-    target, where = tmp_path / "out", folder_swap if what == "folder" else sinks
-    real, before = rename.rename_new, []
+    target, before = tmp_path / "out", []
 
-    def second_first(old: Path, new: Path) -> None:
+    def second_first(old: Path, new: Path, swap: bool) -> None:
         if new == target and not before:
-            before.append(None)
+            before.append(0)
             pack(source, target)
             before[0] = target.stat().st_ino
-        real(old, new)
 
-    monkeypatch.setattr(where, "rename_new", second_first)
+    if fallback:
+        renames.missing(monkeypatch)
+    renames.watched(monkeypatch, second_first)
     with pytest.raises(DestinationExists):
         pack(source, target)
     assert target.stat().st_ino == before[0]
@@ -618,20 +627,21 @@ def test_a_close_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=1)
     writer.write("w", fill("normal", SPEC))
-    written = writer._sink._fd  # type: ignore[attr-defined]
+    (written,) = (it.stat() for it in tmp_path.iterdir())
 
     def once(descriptor: int) -> None:
-        if descriptor == written:
+        first = not failed and os.path.samestat(os.fstat(descriptor), written)
+        if first or descriptor in failed:
             failed.append(descriptor)
         real(descriptor)
-        if failed == [descriptor]:
+        if first:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "close", once)
     with pytest.raises(OSError, match=r"closing the file failed: Input/output error.*x") as told:
         writer.close()
     assert told.value.errno == errno.EIO
-    assert failed == [written]  # once: by then it may be another file's
+    assert len(failed) == 1  # by then it may be another file's
     assert not list(tmp_path.iterdir())
 
 
@@ -670,49 +680,48 @@ def test_everything_is_synced_before_the_old_folder_goes(
     (model / "sub" / "notes").write_text("notes")
     synced: set[int] = set()
     events: list[str] = []
-    real_sync, real_put, real_settle = os.fsync, folder_swap._put, folder_swap._settle
-    real_exchange = folder_swap.exchange
+    real_sync, real_unlink = os.fsync, os.unlink
 
     def fsync(descriptor: int) -> None:
         real_sync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def put(outer: Path, *args: Any) -> None:
-        new = outer / "new"
-        missing = [it for it in (new, *new.rglob("*")) if it.stat().st_ino not in synced]
-        assert not missing
+    def renamed(new: Path, there: Path, swap: bool) -> None:
+        if there != old:
+            return
+        if not events:  # which finds that something is there
+            missing = [it for it in (new, *new.rglob("*")) if it.stat().st_ino not in synced]
+            assert not missing
+            events.append("put")
+        elif swap:  # from here on only the journal tells the old folder from the new
+            assert {it.stat().st_ino for it in (new.parent / "journal", new.parent)} <= synced
+            assert names(new) == NEW | {"sub", "sub/notes"}  # complete as soon as it is there
+            carried = [new, *(new / name for name in (".cache", ".cache/deep", "logs"))]
+            assert {it.stat().st_ino for it in carried} <= synced
+            assert there.parent.stat().st_ino in synced
+            events.append("exchange")
+        else:
+            return
         synced.clear()
-        real_put(outer, *args)
-        events.append("put")
 
-    def exchange(new: Path, there: Path) -> bool:
-        """From here on only the journal tells the old folder from the new."""
-        assert {it.stat().st_ino for it in (new.parent / "journal", new.parent)} <= synced
-        assert names(new) == NEW | {"sub", "sub/notes"}  # complete as soon as it is there
-        carried = [new, *(new / name for name in (".cache", ".cache/deep", "logs"))]
-        assert {it.stat().st_ino for it in carried} <= synced
-        assert there.parent.stat().st_ino in synced
-        events.append("exchange")
-        return real_exchange(new, there)
-
-    def settle(*args: Any) -> None:
-        assert old.parent.stat().st_ino in synced
-        events.append("settle")
-        real_settle(*args)
+    def unlink(path: Any, *args: Any, **options: Any) -> None:
+        if Path(path).name == "config.json":  # the first that goes of the old model
+            assert {old.parent.stat().st_ino, Path(path).parent.parent.stat().st_ino} <= synced
+            events.append("settle")
+        real_unlink(path, *args, **options)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(folder_swap, "_put", put)
-    monkeypatch.setattr(folder_swap, "exchange", exchange)
-    monkeypatch.setattr(folder_swap, "_settle", settle)
+    monkeypatch.setattr(os, "unlink", unlink)
+    renames.watched(monkeypatch, renamed)
     pack(model, old, force=True)
-    assert events == ["exchange", "put", "settle"]
+    assert events == ["put", "exchange", "settle"]
 
 
 def test_a_second_rename_that_fails_puts_the_old_folder_back(
     model: Path, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rename, "_rename", _no_flags)
-    real, failed = rename.rename_new, []
+    renames.missing(monkeypatch)
+    real, failed = os.rename, []
 
     def failing(here: Path, there: Path) -> None:
         if there == old and not there.exists() and not failed:
@@ -720,7 +729,7 @@ def test_a_second_rename_that_fails_puts_the_old_folder_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(here))
         real(here, there)
 
-    monkeypatch.setattr(folder_swap, "rename_new", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="Input/output error"):
         pack(model, old, force=True)
     assert failed

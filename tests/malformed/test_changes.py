@@ -21,7 +21,6 @@ import pytest
 from support.changes import campaign, make_source
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedVersion
-from tpde.files import pack_directory as directory
 from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
 
@@ -128,26 +127,37 @@ def test_manifest_versions_that_are_none(version: object, packed: Path) -> None:
         verify(packed)
 
 
+@pytest.mark.parametrize("told", [True, False])
 def test_a_shard_that_changes_between_hashing_and_packing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_source(tmp_path / "source")
-    real = directory.sha256_of_tensors
+    """Its time of change tells, where that is not set back."""
+    source, real = make_source(tmp_path / "source"), os.preadv
+    before = (source / ONE).stat()
+    read = 0  # up to where; -1 once it has changed
 
-    def changing(container: object, read: object) -> str:
-        found = real(container, read)  # type: ignore[arg-type]
-        data = bytearray((source / ONE).read_bytes())
-        data[-1] ^= 1
-        (source / ONE).write_bytes(data)
-        return found
+    def changing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal read
+        if read >= 0 and os.path.samestat(os.fstat(descriptor), before):
+            if read == before.st_size:  # all of it, for its hash
+                data = bytearray((source / ONE).read_bytes())
+                data[-1] ^= 1
+                (source / ONE).write_bytes(data)
+                if not told:
+                    os.utime(source / ONE, ns=(before.st_atime_ns, before.st_mtime_ns))
+                read = -1
+            else:
+                read = offset + sum(map(len, buffers))
+        return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(directory, "sha256_of_tensors", changing)
-    with pytest.raises(InvalidInput, match=r"00001-of-00002.safetensors` changed while it was packed"):
+    monkeypatch.setattr(os, "preadv", changing)
+    if told:
+        with pytest.raises(InvalidInput, match=r"00001-of-00002.safetensors` changed while it was packed"):
+            pack(source, tmp_path / "packed")
+        assert not (tmp_path / "packed").exists()
+    else:
         pack(source, tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-    monkeypatch.setattr(directory.Unchanged, "require", lambda _: None)  # as if nobody could tell
-    pack(source, tmp_path / "packed")
-    assert _wrong(tmp_path / "packed") == [ONE]
+        assert _wrong(tmp_path / "packed") == [ONE]
 
 
 def test_a_manifest_with_a_name_twice(packed: Path) -> None:

@@ -41,18 +41,11 @@ class Tunes(NamedTuple):
             assert_same_bits(self.packed(ids), self.plain[name](ids), str(name))
 
 
-@pytest.fixture
-def on_kernels(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """By a GPU's kernels, which run on the CPU here."""
-    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
-    monkeypatch.setattr("tpde.weights.changed.by_kernels", lambda device: True)
-
-
 @pytest.fixture(params=["core", "kernels"])
 def where(request: pytest.FixtureRequest) -> None:
     """By the core, and by kernels."""
     if request.param == "kernels":
-        request.getfixturevalue("on_kernels")
+        request.getfixturevalue("on_cpu")
 
 
 def make(dtype: Any = torch.bfloat16, tie: bool = True, **sizes: int) -> Tunes:
@@ -82,7 +75,7 @@ def test_bits(dtype: Any, tie: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.bfloat16, False), (torch.float32, True)])
-@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.usefixtures("on_cpu")
 def test_bits_by_kernels(dtype: Any, tie: bool) -> None:
     tunes = make(dtype, tie, blocks=1)
     for name in ("math", None):
@@ -90,7 +83,7 @@ def test_bits_by_kernels(dtype: Any, tie: bool) -> None:
         tunes.check(name)
 
 
-@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.usefixtures("on_cpu")
 def test_memory_of_rows() -> None:
     """What differs in a row is kept beside the coded change, which no row can be decoded of."""
     tunes = make(tie=False, blocks=1)
@@ -500,14 +493,22 @@ def test_script_modules_have_no_deltas() -> None:
             assert model(torch.ones(2, 64)).shape == (2, 64)
 
 
-def test_large_copies_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that is not packed has deltas, too; each is a copy of what it changes."""
-    monkeypatch.setattr("tpde.nn.model_deltas._LOUD_BYTES", 1 << 16)
+@pytest.mark.parametrize(("rows", "told"), [(2047, False), (2048, True)])
+def test_large_copies_are_told_of(rows: int, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 64 MiB and more in all copies."""
+    base = torch.nn.Linear(8192, rows, bias=False, dtype=torch.bfloat16)
+    new = {"weight": base.weight.detach().clone()}
+    new["weight"].view(torch.int16)[3, 4] += 1
+    add_deltas(base, {"math": tpde.make_delta(dict(base.state_dict()), new)})
+    assert ("pack the model" in caplog.text) == told
+
+
+def test_a_model_that_is_not_packed() -> None:
+    """It has deltas, too; each is a copy of what it changes."""
     torch.manual_seed(5)
     base = Model().to(torch.bfloat16).eval()
     target = tuned(base, 1)
     model = add_deltas(copy.deepcopy(base), {"math": tpde.make_delta(base, target)})
-    assert "pack the model" in caplog.text
     for name, expected in (("math", target), (None, base)):
         model.use(name)
         with torch.no_grad():

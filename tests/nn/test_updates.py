@@ -16,7 +16,7 @@ import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
 from tpde.store.delta_file import DeltaFile
-from tpde.weights import apply_delta, coded
+from tpde.weights import apply_delta
 from tpde.weights.changed import Changed
 from tpde.weights.resident import Resident
 
@@ -73,10 +73,8 @@ def test_a_packed_model_becomes_the_target(dtype: Any, tie: bool) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_kernels() -> None:
     """Those of a GPU, which run on the CPU here."""
-    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
-    monkeypatch.setattr("tpde.weights.changed.by_kernels", lambda device: True)
     states, model = [base(tie=False, blocks=1)], None
     for seed in (1, 2):
         states.append(tuned(states[-1], seed, dense=1000))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tpde.cuda.backend import Backend
 from tpde.cuda.capability import DeviceFacts
 
 FACTS = DeviceFacts("simulated", (9, 0), 132, 227 << 10)
@@ -60,6 +61,8 @@ class MadeBackend:
         Its method; by default nothing can be launched.
     facts : DeviceFacts or Exception
         Of every device; or why nothing is known.
+    kind : str
+        Type of the devices.
 
     Attributes
     ----------
@@ -68,9 +71,12 @@ class MadeBackend:
     """
 
     def __init__(
-        self, kernel: Callable[..., Any] | None = None, facts: DeviceFacts | Exception = FACTS
+        self,
+        kernel: Callable[..., Any] | None = None,
+        facts: DeviceFacts | Exception = FACTS,
+        kind: str = "cuda",
     ) -> None:
-        self._kernel, self._facts = kernel, facts
+        self._kernel, self._facts, self.kind = kernel, facts, kind
         self.asked: list[int] = []
 
     def driver_version(self) -> tuple[int, int]:
@@ -88,3 +94,27 @@ class MadeBackend:
         """A kernel."""
         assert self._kernel is not None
         return self._kernel(*given, **more)
+
+
+class NotingBackend(MadeBackend):
+    """Another back end, of which it notes what is asked.
+
+    Parameters
+    ----------
+    there : Backend
+        What runs kernels.
+
+    Attributes
+    ----------
+    names : list of str
+        Of the kernels that were asked for.
+    """
+
+    def __init__(self, there: Backend) -> None:
+        super().__init__(there.kernel, kind=there.kind)
+        self.names: list[str] = []
+
+    def kernel(self, source: str, name: str, *rest: Any, **more: Any) -> Any:
+        """Its kernel."""
+        self.names.append(name)
+        return super().kernel(source, name, *rest, **more)

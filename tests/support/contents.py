@@ -124,3 +124,12 @@ def shapes(dtype: str, chunk_words: int) -> Iterator[TensorSpec]:
 def fill(content: str, spec: TensorSpec) -> bytes:
     """Give a tensor's bytes."""
     return CONTENTS[content](spec.dtype, spec.nbytes // DTYPES[spec.dtype].word_bytes)
+
+
+def fill_large(content: str, spec: TensorSpec, part: int = 1 << 20) -> bytes:
+    """Give a large tensor's bytes, soon: of parts of so many words, which differ where words do."""
+    b, kind = DTYPES[spec.dtype].word_bytes, _unsigned(spec.dtype)
+    words, count = np.frombuffer(CONTENTS[content](spec.dtype, part), kind), spec.nbytes // (part * b)
+    if words.min() == words.max():
+        return words.tobytes() * count
+    return b"".join((words ^ kind(number)).tobytes() for number in range(count))

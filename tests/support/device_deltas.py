@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpde
-from support.backends import MadeBackend
+from support.backends import MadeBackend, MadeKernel, NotingBackend
 from support.contents import rng
 from support.guarded import guarded
 from tpde.codec import fingerprints
@@ -23,11 +23,6 @@ from tpde.io.sources import BytesSource
 from tpde.store import (
     device_copies,
     device_deltas,
-    device_diff,
-    device_update,
-    live_deltas,
-    live_tensors,
-    live_update,
 )
 from tpde.store.delta_file import DeltaFile
 
@@ -77,10 +72,8 @@ def codecs(data: bytes) -> dict[str, str]:
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Nothing is resident."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (live_deltas, live_update):
-            patch.setattr(module, "is_resident", lambda it: False)
+    """Nothing is resident: no kernel runs."""
+    with launching_on(MadeBackend(kind="none")):
         yield
 
 
@@ -188,17 +181,18 @@ class DeviceDeltas:
         old, new = self.state(0.01, False, (9, 65539), offset)
         self.apply(old, new, self.make(old, new))
 
-    def test_what_is_sparse_stays_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_sparse_stays_on_the_device(self) -> None:
         old, new = self.state(0.005, False, (66_003,))
         floats = [name for name in old if DTYPES[name.split(".")[0]].rotate]
         old, new = ({name: it[name] for name in floats} for it in (old, new))
         made = self.make(old, new)
         assert set(codecs(made).values()) == {SPARSE}
-        for module in (live_tensors, live_update):
-            monkeypatch.setattr(module, "torch_bytes", lambda it: pytest.fail("copied to the host"))
-        assert tpde.make_delta(old, new) == made
-        assert tpde.apply_delta(old, made) == len(floats)
-        monkeypatch.undo()
+        noting = NotingBackend(current())
+        with launching_on(noting):
+            assert tpde.make_delta(old, new) == made
+            assert {"encode", "gather"} <= set(noting.names)
+            assert tpde.apply_delta(old, made) == len(floats)
+        assert {"decode", "write"} <= set(noting.names)
         assert same(old, new)
 
     def test_fingerprints(self) -> None:
@@ -363,33 +357,42 @@ class DeviceDeltas:
             assert str(caught.value) == str(expected.value)
             assert np.array_equal(torch_bytes(old["w"]), base)
 
-    def test_a_device_that_errs_is_not_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_device_that_errs_is_not_believed(self) -> None:
+        """One of whose kernels does nothing."""
         old, new = self.state(0.01, False, (66_000,))
         made, before = self.make(old, new), cpu(old)
-        real = device_update.SparseChanges.found.func
-        monkeypatch.setattr(
-            device_update.SparseChanges,
-            "found",
-            property(lambda self: {name: it._replace(damaged=True) for name, it in real(self).items()}),
-        )
-        with pytest.raises(NativeError, match="another tensor"):
+        there = current()
+
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name == "locate":
+                return MadeKernel(lambda *_, **__: lambda *_: None)
+            return there.kernel(source, name, *rest)
+
+        with (
+            launching_on(MadeBackend(kernel, kind=there.kind)),
+            pytest.raises(NativeError, match="another tensor"),
+        ):
             tpde.apply_delta(old, made)
         assert same(old, before)
 
     @pytest.mark.parametrize("how", ["more", "fewer", "the same again", "the base", "all", "moved"])
     @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
-    def test_tensors_that_are_written_meanwhile_lead_nowhere(
-        self, dtype: str, how: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tensors_that_are_written_meanwhile_lead_nowhere(self, dtype: str, how: str) -> None:
         """As by a trainer's thread, between counting and coding."""
         b, count = DTYPES[dtype].word_bytes, 66_000
         base = words_of(dtype, count)
         old = {"w": self.tensor(base, dtype)}
         new = {"w": self.tensor(moved(base, dtype, 0.01, False), dtype)}
-        real = device_diff._encoded
+        there, coded = current(), list[str]()
         words = {name: it["w"].view(torch.uint8).view(-1, b) for name, it in (("old", old), ("new", new))}
 
-        def encoded(*arguments: Any) -> Any:
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name == "encode" and not coded:
+                coded.append(name)
+                write()
+            return there.kernel(source, name, *rest)
+
+        def write() -> None:
             if how == "more":
                 words["new"][::77] ^= 1
             elif how == "fewer":
@@ -402,10 +405,10 @@ class DeviceDeltas:
                 words["new"] ^= 0x7F
             else:
                 words["new"].copy_(words["new"].roll(1, 0))
-            return real(*arguments)
 
-        monkeypatch.setattr(device_diff, "_encoded", encoded)
-        made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
+        with launching_on(MadeBackend(kernel, kind=there.kind)):
+            made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
+        assert coded
         try:
             tpde.apply_delta({"w": found}, made)
         except (tpde.Corrupt, tpde.MissingBase):
@@ -413,15 +416,17 @@ class DeviceDeltas:
         else:
             assert same({"w": found}, new)
 
-    def test_without_memory_tensors_pass_through_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_memory_tensors_pass_through_the_host(self) -> None:
         old, new = self.state(0.01, False, (66_000,))
+        there = current()
 
-        def none(*_: Any) -> Any:
-            raise torch.OutOfMemoryError("no memory")
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name in ("encode", "decode"):
+                raise torch.OutOfMemoryError("no memory")
+            return there.kernel(source, name, *rest)
 
-        monkeypatch.setattr(device_diff, "_encoded", none)
-        monkeypatch.setattr(device_update.SparseChanges, "_decode", none)
-        self.apply(old, new, self.make(old, new))
+        with launching_on(MadeBackend(kernel, kind=there.kind)):
+            self.apply(old, new, self.make(old, new))
 
     @pytest.mark.parametrize("lasts", [False, True])
     def test_memory_that_ends_at_any_point(self, lasts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +465,7 @@ class DeviceDeltas:
                 raise tpde.errors.CompileError("no")
             return real.kernel(source, name, *rest)
 
-        with launching_on(MadeBackend(kernel)), pytest.raises(tpde.errors.CompileError):
+        with launching_on(MadeBackend(kernel, kind=real.kind)), pytest.raises(tpde.errors.CompileError):
             tpde.apply_delta(old, made)
         assert same(old, before)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import importlib
 import shutil
 import subprocess
 import tempfile
@@ -18,8 +16,6 @@ import pytest
 import tpde.cuda
 from support.backends import MadeBackend, MadeKernel
 from tpde.cuda.capability import DeviceFacts
-from tpde.frameworks import has_words
-from tpde.store import device_copies
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
@@ -69,20 +65,15 @@ def windows_on_cpu(launch_on: Callable[[Any], Any]) -> None:
     launch_on(MadeBackend(kernel_on_cpu, CPU))
 
 
+def cpu_backend() -> MadeBackend:
+    """A back end that runs kernels on the CPU, whose tensors it takes for a GPU's."""
+    return MadeBackend(kernel_on_cpu, CPU, "cpu")
+
+
 @pytest.fixture
 def on_cpu(launch_on: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of deltas run on the CPU, where contiguous tensors count as resident."""
+    """Kernels of deltas and of packing run on the CPU, whose tensors count as a GPU's."""
     from tpde.cuda import delta_kernels
 
-    def is_resident(tensor: Any) -> bool:
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        return plain and has_words(tensor)
-
-    launch_on(MadeBackend(kernel_on_cpu, CPU))
+    launch_on(cpu_backend())
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
-    monkeypatch.setattr(device_copies, "current", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(device_copies, "stream_of", lambda where: 0)
-    names = ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources")
-    # All are imported before the first is patched: one that is imported after would keep what it finds then.
-    for module in [importlib.import_module(f"tpde.{name}") for name in names]:
-        monkeypatch.setattr(module, "is_resident", is_resident)

@@ -111,7 +111,7 @@ def pretended(
     def kernel(source: str, *rest: Any, **more: Any) -> Any:
         return (card.kernel if source == decode.SOURCE else kernel_on_cpu)(source, *rest, **more)
 
-    launch_on(MadeBackend(kernel))
+    launch_on(MadeBackend(kernel, kind="cpu"))
     for name, value in {
         "is_available": lambda: True,
         "synchronize": lambda *_: None,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tpde.files.progress import no_progress
@@ -43,3 +46,15 @@ def write_step(folder: Path, step: int, base: State, target: State, hint: str | 
         progress=no_progress,
     )
     sink.commit()
+
+
+def held_back(patch: pytest.MonkeyPatch, until: threading.Event) -> None:
+    """Threads beside the main one create no file before an event."""
+    real = os.open
+
+    def late(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and threading.current_thread() is not threading.main_thread():
+            assert until.wait(60)
+        return real(path, flags, *args, **options)
+
+    patch.setattr(os, "open", late)

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contents import fill, spec_of
+from support.contents import fill_large, spec_of
 
-from tpde.codec import blob, prefix_codes
 from tpde.codec.blob import BlobWriter, digest
 from tpde.codec.selection import plan_tensor, sample_ranges
 from tpde.io.sinks import BytesSink
 
-SPEC = spec_of("BF16", 40 * 8192)
-DATA = np.frombuffer(fill("normal", SPEC), np.uint8)
-STEP = 8 * 8192 * 2  # bytes of a piece here: five of them
+SPEC = spec_of("BF16", 20 << 20)  # of five pieces of one thread
+DATA = np.frombuffer(fill_large("normal", SPEC), np.uint8)
 
 
 class _Sink(BytesSink):
@@ -36,48 +34,41 @@ class _Sink(BytesSink):
             offset += place.size
 
 
-def _write(sink: BytesSink, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr(blob, "PIECE_BYTES", STEP)
-    monkeypatch.setattr(blob, "MAX_PIECES", 1)
+def _write(sink: BytesSink, pool: type[ThreadPoolExecutor] = ThreadPoolExecutor) -> bytes:
     sample = np.concatenate([DATA[a:b] for a, b in sample_ranges(SPEC)])
     plan = plan_tensor(SPEC, sample)
     assert plan is not None
-    with ThreadPoolExecutor(1, "pieces") as background:
-        writer = BlobWriter(plan, sink, 0, 2, background)
+    with pool(1, "pieces") as background:
+        writer = BlobWriter(plan, sink, 0, 1, background)
         writer.write(DATA)
         writer.finish(digest(DATA))
     return bytes(sink.data)
 
 
-def test_a_buffer_is_not_encoded_into_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = _write(BytesSink(), monkeypatch)
-    condition, encoded, real = threading.Condition(), [0], prefix_codes.PrefixCodec.encode
+class _Late(ThreadPoolExecutor):
+    """Does what it was given when there is more: a piece is written when the next one is encoded."""
 
-    def encode(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
-        made = real(self, *given)
-        with condition:
-            encoded[0] += 1
-            condition.notify_all()
-        return made
+    given = 0
+    condition = threading.Condition()
 
-    class Late(_Sink):
-        """Writes a piece when the next one has been encoded."""
+    def submit(self, call: Any, /, *args: Any, **more: Any) -> Any:
+        with self.condition:
+            self.given += 1
+            self.condition.notify_all()
+        return super().submit(self._after, min(self.given + 1, 5), call, *args, **more)
 
-        written = 0
+    def _after(self, number: int, call: Any, *args: Any, **more: Any) -> Any:
+        with self.condition:
+            assert self.condition.wait_for(lambda: self.given >= number, timeout=20)
+        return call(*args, **more)
 
-        def write(self, offset: int, buffers: Sequence[Any]) -> None:
-            self.written += 1
-            with condition:
-                assert condition.wait_for(lambda: encoded[0] >= min(self.written + 1, 5), timeout=20)
-            super().write(offset, buffers)
 
-    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", encode)
-    assert _write(Late(), monkeypatch) == needed
-    assert encoded == [5]
+def test_a_buffer_is_not_encoded_into_while_it_is_written() -> None:
+    assert _write(_Sink(), _Late) == _write(BytesSink())
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_the_error_of_every_background_write_is_raised(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_every_background_write_is_raised(number: int) -> None:
     class Full(_Sink):
         written = 0
 
@@ -89,4 +80,4 @@ def test_the_error_of_every_background_write_is_raised(number: int, monkeypatch:
             super().write(offset, buffers)
 
     with pytest.raises(OSError, match="No space left"):
-        _write(Full(), monkeypatch)
+        _write(Full())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ from support.emulated import kernel_on_cpu, on_cpu  # noqa: F401
 
 from tpde.codec.delta import CHUNK_WORDS, ChangeModel
 from tpde.codec.delta_planner import plan
-from tpde.cuda import delta_kernels
-from tpde.store import device_copies
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from tpde.weights import coded  # noqa: E402
 from tpde.weights.changed_rows import RowChanges, different_words  # noqa: E402
 from tpde.weights.coded import CodedChange, CodedPiece, Coding, changing  # noqa: E402
 
@@ -60,28 +60,27 @@ def test_pieces_are_all_of_it(words: int, most: int) -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_words_beneath_are_counted_once_a_stream(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another stream does not wait for what the first one counted."""
-    monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
     old, new, change = changed(CHUNK_WORDS + 9, 0.02)
     (decode,) = changing([CodedPiece.whole(change, old.size, 0)], torch.device("cpu"))
-    now, launched = 0, list[str]()
+    now, launched = 0, list[int]()
 
     def on_any_stream(*which: Any) -> MadeKernel:
         made = kernel_on_cpu(*which)
-        return MadeKernel(lambda *size: lambda stream, *given: made.launch(*size)(0, *given))
 
-    survey = delta_kernels.DeltaBatch.survey
-    launch_on(MadeBackend(on_any_stream))
-    monkeypatch.setattr(device_copies, "stream_of", lambda where: now)
-    monkeypatch.setattr(
-        delta_kernels.DeltaBatch,
-        "survey",
-        lambda self, *args: (launched.append(str(args[-1])), survey(self, *args)),
-    )
+        def run(size: tuple[int, ...], stream: int, *given: Any) -> None:
+            if which[1] == "survey":
+                launched.append(stream)
+            made.launch(*size)(0, *given)
+
+        return MadeKernel(lambda *size: functools.partial(run, size))
+
+    launch_on(MadeBackend(on_any_stream, kind="cpu"))
+    monkeypatch.setattr(coded, "stream_of", lambda where: now)
     for now in (5, 5, 7, 5, 7):  # noqa: B007 - `stream_of` reads it
         out = torch.from_numpy(old.copy())
         decode(out)
         assert np.array_equal(out.numpy(), new)
-    assert launched == ["5", "7"]
+    assert launched == [5, 7]
 
 
 def test_a_part_in_host_memory() -> None:

@@ -16,7 +16,7 @@ import zstandard
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, TpdeError, Truncated, UnsupportedDtype, UnsupportedVersion
-from tpde.format import constants, delta_head, delta_reader
+from tpde.format import constants, delta_head
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import HEADER, Head, OtherEntry, TensorEntry, WeightsEntry, payloads, serialize
 from tpde.format.delta_reader import read_head
@@ -387,10 +387,9 @@ def test_contents_are_at_most_100_million_bytes() -> None:
     refused(sealed(b"", frame=frame, plain=100_000_001), "contents of 100000001 bytes")
 
 
-def test_frames_are_at_most_as_large_as_contents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_reader, "MAX_CONTENTS", 100)
-    refused(sealed(b"", frame=bytes(100), plain=50), "another size|are damaged")
-    refused(sealed(b"", frame=bytes(101), plain=50), "contents of 50 bytes")
+def test_frames_are_at_most_as_large_as_contents() -> None:
+    refused(sealed(b"", frame=bytes(100_000_000), plain=50), "another size|are damaged")
+    refused(sealed(b"", frame=bytes(100_000_001), plain=50), "contents of 50 bytes")
 
 
 class Endless:
@@ -427,15 +426,16 @@ def test_there_are_at_most_64_models_of_at_most_256_kib() -> None:
         refused(made(top(models=sizes), models=bytes(sum(sizes))), "the sizes of models")
 
 
-def test_a_delta_whose_contents_are_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_whose_contents_are_too_large_is_not_written() -> None:
+    largest = 100_000_000
     head = read_head(BytesSource(made()))
-    size = HEADER.unpack(serialize(head)[0])[5]
-    monkeypatch.setattr(delta_head, "MAX_CONTENTS", size)
-    serialize(head)
-    monkeypatch.setattr(delta_head, "MAX_CONTENTS", size - 1)
+    head.base = ""
+    head.base = "a" * (largest - HEADER.unpack(serialize(head)[0])[5])
+    assert HEADER.unpack(serialize(head)[0])[5] == largest
+    head.base += "a"
     with pytest.raises(TpdeError, match="write a delta for each file") as caught:
         serialize(head)
-    assert (caught.value.found, caught.value.needed) == (size, size - 1)
+    assert (caught.value.found, caught.value.needed) == (largest + 1, largest)
 
 
 # ---- headers of the target's files
@@ -501,13 +501,15 @@ def test_headers_that_cannot_be_unpacked_are_refused(frame: Any) -> None:
     refused(with_header(header_of(), frame=frame), r"the header of `a/b\.safetensors` is damaged")
 
 
-def test_headers_are_at_most_what_any_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = header_of()
-    whole = with_header(text)
-    monkeypatch.setattr(delta_reader, "MAX_CONTAINER_HEADER", len(text))
-    read_head(BytesSource(whole))
-    monkeypatch.setattr(delta_reader, "MAX_CONTAINER_HEADER", len(text) - 1)
-    refused(whole, f"it claims {len(text)} bytes")
+def test_headers_are_at_most_what_any_may_have() -> None:
+    """Whatever their frame takes."""
+    largest = 100_000_000
+    for size, fits in ((largest, True), (largest + 1, False)):
+        frame = b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little") + bytes(800_000)
+        said = "" if fits else f"it claims {size} bytes"
+        with pytest.raises(Corrupt, match=f"is damaged .*{said}") as caught:
+            read_head(BytesSource(with_header(header_of(), frame=frame)))
+        assert ("it claims" in str(caught.value)) is not fits
 
 
 def test_headers_are_at_most_so_many_times_as_large_as_their_frame() -> None:
@@ -565,18 +567,29 @@ def test_head_of_a_file_without_tensors() -> None:
     assert entry.chunks == 2
 
 
-def test_contents_may_be_128_times_what_they_take_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_reader, "CONTENTS_BYTES", 0)
-    for count, fits in ((12_000, True), (200_000, False)):
-        fields = copy.deepcopy(FIELDS) | {"base": "a" * count}
-        plain = plain_of(json.dumps(fields).encode())
-        frame = zstandard.ZstdCompressor(write_content_size=True).compress(plain)
-        assert (20 < len(plain) / len(frame) <= 128) == fits
-        data = sealed(plain, frame=frame)
-        if fits:
-            assert read_head(BytesSource(data)).base == fields["base"]
+def test_contents_may_be_128_times_what_they_take_in_the_file() -> None:
+    """And four MiB."""
+    words = np.random.default_rng(1).bytes(100_000).hex()
+    text = json.dumps(FIELDS | {"base": words}).encode()
+
+    def filled(count: int) -> tuple[bytes, bytes]:
+        plain = plain_of(text.replace(words.encode(), words.encode() + b"a" * count))
+        return plain, zstandard.ZstdCompressor(write_content_size=True).compress(plain)
+
+    def beyond(count: int) -> int:
+        plain, frame = filled(count)
+        return len(plain) - (4 << 20) - 128 * len(frame)
+
+    count = 17 << 20
+    for _ in range(5):  # to within a few bytes of the frame
+        count -= beyond(count)
+    for more in (-2000, 2000):
+        assert (beyond(count + more) > 0) == (more > 0)
+        plain, frame = filled(count + more)
+        if more < 0:
+            assert read_head(BytesSource(sealed(plain, frame=frame))).base == words + "a" * (count + more)
         else:
-            refused(data, "contents of")
+            refused(sealed(plain, frame=frame), f"contents of {len(plain)} bytes")
 
 
 @pytest.mark.parametrize("chunks", [1000, 60_000])

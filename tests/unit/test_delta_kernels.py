@@ -8,6 +8,7 @@ import pytest
 from support.device_deltas import DeviceDeltas
 from support.emulated import on_cpu  # noqa: F401
 
+from tpde.cuda.backend import CudaBackend, current, launching_on
 from tpde.cuda.capability import bindings
 from tpde.errors import MissingDependency
 from tpde.store import device_deltas
@@ -24,6 +25,5 @@ def test_without_cuda_core_nothing_is_resident(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(MissingDependency, match=r"cuda-core.*tpde\[cuda\]"):
         bindings()
-    device_deltas.can_run.cache_clear()
-    assert not device_deltas.can_run(0)
-    device_deltas.can_run.cache_clear()
+    with launching_on(CudaBackend()):
+        assert not device_deltas.can_run(current(), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,17 @@ import pytest
 from support.contents import fill, rng, spec_of
 from support.deltas import CHANGES, model_of, pair
 
-from tpde.codec.delta import Sparse
+from tpde.codec.delta import CHUNK_WORDS, Sparse
+from tpde.codec.delta_planner import FAST_SAMPLE_BYTES
 from tpde.errors import Corrupt
+from tpde.files.progress import no_progress
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import DENSE, FULL, PLAIN, SPARSE
+from tpde.io.sinks import BytesSink
 from tpde.io.sources import BytesSource
-from tpde.store import delta_writer as store_diff
+from tpde.store.comparer import Wanted
+from tpde.store.delta_writer import write_delta
 from tpde.store.payloads import (
     TensorPayload,
     add_differences,
@@ -25,6 +31,7 @@ from tpde.store.payloads import (
     store_change,
     store_whole,
 )
+from tpde.store.states import MemoryState
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,28 +126,17 @@ def test_a_base_must_save_two_percent_with_the_records_of_the_chunks() -> None:
     assert _codec_of("BF16", noise, None) == PLAIN
 
 
-def test_few_changes_of_weights_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_changes_of_weights_are_taken_as_they_are() -> None:
     """Below a sixteenth of floats that are not all the same, the other codecs are not tried."""
-    tried: list[object] = []
-    whole = store_whole
-
-    def counted(*args: object) -> TensorPayload:
-        tried.append(args)
-        return whole(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("tpde.store.payloads.store_whole", counted)
-    noise = np.frombuffer(rng("noise").bytes(16_000), np.uint16)
-    for dtype, new, size, looks in (
-        ("BF16", noise, 999, False),
-        ("BF16", noise, 1000, True),
-        ("I16", noise, 999, True),
-        ("BF16", np.full(8000, 3, np.uint16), 999, True),
-        ("BF16", np.append(np.full(7999, 3, np.uint16), np.uint16(4)), 999, False),
+    same = np.full(8000, 3, np.uint16)
+    nearly = np.append(same[1:], np.uint16(4))
+    for dtype, new, size, tried in (
+        ("BF16", nearly, 999, False),
+        ("BF16", nearly, 1000, True),
+        ("I16", nearly, 999, True),
+        ("BF16", same, 999, True),
     ):
-        tried.clear()
-        found = _codec_of(dtype, new, size)
-        assert bool(tried) is looks, (dtype, size)
-        assert found == (FULL if looks and new is not noise else SPARSE)
+        assert _codec_of(dtype, new, size) == (FULL if tried else SPARSE), (dtype, size)
 
 
 def test_a_tensor_of_no_bytes_is_stored_plain() -> None:
@@ -148,40 +144,52 @@ def test_a_tensor_of_no_bytes_is_stored_plain() -> None:
     assert (stored.codec, stored.data.size, stored.sparse) == (PLAIN, 0, None)
 
 
-class Numbered:
-    """A state of tensors whose chunks of bytes hold their numbers, counted through all of them."""
-
-    def __init__(self, *chunks: int) -> None:
-        at, self.specs, self.asked = 0, {}, list[str]()
-        self.tensors = {}
-        for i, count in enumerate(chunks):
-            numbers = np.arange(at, at + count, dtype=np.uint8)
-            self.tensors[f"{i}"] = np.repeat(numbers, 65536)[: count * 65536 - 5]
-            self.specs["", f"{i}"] = TensorSpec("U8", (count * 65536 - 5,))
-            at += count
-
-    def read_parts(
-        self, key: tuple[str, str], ranges: list[tuple[int, int]], threads: int
-    ) -> list[np.ndarray]:
-        self.asked.append(key[1])
-        return [self.tensors[key[1]][begin:end] for begin, end in ranges]
+class Looked(Exception):
+    """What is looked at to choose models is known."""
 
 
-@pytest.mark.parametrize(("step", "chunks"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (5, [0, 5])])
-def test_models_are_made_of_chunks_that_are_evenly_spread_over_all_tensors(
-    step: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        store_diff, "sample_step", lambda total, word, *, fast: told.append((total, word)) or step
+class Looking:
+    """A comparer that tells of which chunks of which tensors it is asked for."""
+
+    wanted: Sequence[Wanted] = ()
+
+    def chunks(self, wanted: Sequence[Wanted]) -> Any:
+        self.wanted = wanted
+        raise Looked
+
+    def compare(self, *_: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_models_are_made_of_chunks_that_are_evenly_spread_over_all_tensors(step: int) -> None:
+    """Of a kind, and in both states."""
+    total = step * FAST_SAMPLE_BYTES // CHUNK_WORDS  # of which every so manyth is looked at
+    counts = {"a": 2, "b": 3, "c": 0, "d": total - 5}
+    shared = {name: TensorSpec("U8", (max(count * CHUNK_WORDS - 5, 0),)) for name, count in counts.items()}
+    shared["words"] = TensorSpec("I16", (5 * CHUNK_WORDS,))
+
+    def read(name: str) -> Any:
+        raise AssertionError(name)
+
+    base, target = MemoryState(shared, read), MemoryState(shared | {"new": TensorSpec("U8", (9,))}, read)
+    comparer, firsts = (
+        Looking(),
+        dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False)),
     )
-    state: Any = Numbered(2, 3, 2)
-    pairs = [store_diff._Pair(key, key) for key in state.specs]
-    comparer = store_diff.HostComparer(state, state, 1)
-    parts, found = store_diff._sample(
-        comparer, state, [*pairs, store_diff._Pair(("", "new"), None)], (1, 0), False
-    )
-    assert (told, found) == ([(7, 1)], step)
-    assert [(int(old[0]), int(new[-1])) for old, new in parts] == [(it, it) for it in chunks]
-    assert set(state.asked) == {"0" if it < 2 else "1" if it < 5 else "2" for it in chunks}
-    assert store_diff._sample(comparer, state, pairs, (2, 1), False)[0] == []
+    with pytest.raises(Looked):
+        write_delta(
+            *(base, target, BytesSink()),
+            hint=None,
+            fast=True,
+            comparer=comparer,
+            threads=1,
+            progress=no_progress,
+        )
+    numbers = []
+    for it in comparer.wanted:
+        assert it.base == it.key
+        for begin, end in it.ranges:
+            assert end == min(begin + CHUNK_WORDS, shared[it.key[1]].nbytes)
+            numbers.append(firsts[it.key[1]] + begin // CHUNK_WORDS)
+    assert numbers == list(range(0, total, step))

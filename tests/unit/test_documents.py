@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tpde.errors import InvalidInput
-from tpde.files import documents
 from tpde.files.documents import (
     NotJson,
     is_inside,
@@ -25,17 +24,15 @@ from tpde.files.documents import (
 PATH = Path("folder/config.json")
 
 
-@pytest.mark.parametrize("size", [0, 9, 10, 11, 500])
-def test_a_document_is_read_up_to_its_bound(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "MAX_JSON_BYTES", 10)
+@pytest.mark.parametrize("size", [0, 9, 64 << 20, (64 << 20) + 1, 1 << 40])
+def test_a_document_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_bytes(b" " * size)
-    if size <= 10:
-        assert read_document(path) == " " * size
+    path.touch()
+    os.truncate(path, size)
+    if size <= 64 << 20:
+        assert read_document(path) == "\0" * size
         return
-    with pytest.raises(NotJson, match=rf"x\.json` has {size} bytes, 10 at most are read"):
+    with pytest.raises(NotJson, match=rf"x\.json` has {size} bytes, {64 << 20} at most are read"):
         read_document(path)
 
 
@@ -56,23 +53,22 @@ MARKS = {
 
 
 @pytest.mark.parametrize("kind", MARKS)
-def test_values_are_counted_before_any_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_before_any_is_made(kind: str) -> None:
     """Each takes memory, whatever it is: nested lists, members of objects, numbers."""
-    monkeypatch.setattr(documents, "MAX_JSON_VALUES", 20)
     few = MARKS[kind](19)
     assert parse_json(few, PATH) == json.loads(few)
-    monkeypatch.setattr(documents.json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
-    with pytest.raises(NotJson, match=r"config\.json` holds more than 20 values"):
-        parse_json(MARKS[kind](20), PATH)
+    largest = 1 << 22
+    for count, says in ((largest - 1, "is not JSON"), (largest, f"holds more than {largest} values")):
+        with pytest.raises(NotJson, match=rf"config\.json` {says}"):
+            parse_json(MARKS[kind](count) + "}", PATH)  # as parsing would find
 
 
-def test_an_object_counts_its_members_and_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = '{"a": {"b": 1}, "c": [{}]}'  # three objects, three colons, a comma and a list
-    monkeypatch.setattr(documents, "MAX_JSON_VALUES", 9)
-    assert parse_json(text, PATH) == {"a": {"b": 1}, "c": [{}]}
-    monkeypatch.setattr(documents, "MAX_JSON_VALUES", 8)
-    with pytest.raises(NotJson, match="more than 8 values"):
-        parse_json(text, PATH)
+def test_an_object_counts_its_members_and_itself() -> None:
+    more = (1 << 22) - 11
+    text = '{"a": {"b": 1}, "c": [{}], "d": "%s"}'  # three objects, four colons, two commas and a list
+    assert parse_json(text % ("," * more), PATH) == {"a": {"b": 1}, "c": [{}], "d": "," * more}
+    with pytest.raises(NotJson, match="more than 4194304 values"):
+        parse_json(text % ("," * (more + 1)), PATH)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{]", "[" * 100_000, '{"a":' * 100_000, "9" * 5000, "nul"])

@@ -18,7 +18,6 @@ from support.changes import content, make_source
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, NotPacked, Truncated
-from tpde.files import verify_directory
 from tpde.files.resaved import is_resaved
 from tpde.format.constants import MANIFEST
 
@@ -394,14 +393,14 @@ def test_a_disk_that_fails_at_one_file_hides_no_other(
     packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (packed / "sub" / "none").write_text("not empty")
-    real = verify_directory.sha256
+    real, notes = os.preadv, (packed / "sub" / "notes.txt").stat()
 
-    def fail(path: Path) -> str:
-        if path.name == "notes.txt":
+    def fail(descriptor: int, *given: Any) -> int:
+        if os.path.samestat(os.fstat(descriptor), notes):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path)
+        return real(descriptor, *given)
 
-    monkeypatch.setattr(verify_directory, "sha256", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     assert problems(packed) == {
         ("packed/sub/notes.txt", "`packed/sub/notes.txt`: Input/output error"),
         ("packed/sub/none", "`packed/sub/none` differs from what was packed"),

@@ -79,9 +79,12 @@ def test_the_librarys_name(platform: str, name: str, monkeypatch: pytest.MonkeyP
     assert native.library_path() == Path(native.__file__).resolve().parents[1] / name
 
 
-def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libtpde.so")
-    with pytest.raises(NativeError, match=r"`libtpde.so` could not be loaded") as caught:
+def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: str) -> None:
+        raise OSError(f"{path}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(NativeError, match=r"`libtpde.* could not be loaded") as caught:
         native.core.__wrapped__()
     assert caught.value.hint
 

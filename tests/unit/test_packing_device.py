@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.emulated import on_cpu  # noqa: F401
+from support.backends import MadeBackend
+from support.emulated import cpu_backend, on_cpu  # noqa: F401
 
+from tpde.cuda.backend import launching_on
 from tpde.cuda.encode import PackEncoder
 from tpde.errors import InvalidArgument, MissingDependency
 from tpde.files import gpu_packing
@@ -27,29 +32,6 @@ def weights(rows: int) -> torch.Tensor:
     return (0.02 * torch.randn((rows, 256), generator=draw)).bfloat16()
 
 
-class There:
-    """A GPU that packs what it is given as the CPU does, or fails."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-        self.batches: list[list[str]] = []
-        self._error = error
-        monkeypatch.setattr(gpu_packing, "is_there", lambda tensor: tensor.is_floating_point())
-        monkeypatch.setattr(gpu_packing, "torch_spec", lambda name, tensor: name)
-        monkeypatch.setattr(gpu_packing, "_pack", self._pack)
-
-    def _pack(self, batch: Any, codec: str, threads: int) -> list[torch.Tensor | None]:
-        if self._error is not None:
-            raise self._error
-        self.batches.append([name for name, _ in batch])
-        made = []
-        for _, tensor in batch:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gpu_packing, "is_there", lambda tensor: False)
-                packed = pack_tensor(tensor, "w")
-            made.append(None if packed is None else packed.sources[0].blob)
-        return made
-
-
 def test_tensors_of_the_cpu_are_left_to_it() -> None:
     given = [(str(n), weights(n)) for n in (8, 16, 4)]
     found = list(gpu_packing.packed_there(given, "prefix"))
@@ -57,43 +39,39 @@ def test_tensors_of_the_cpu_are_left_to_it() -> None:
     assert all(it.tensor is tensor for it, (_, tensor) in zip(found, given, strict=True))
 
 
-def test_batches_have_so_many_bytes_and_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = There(monkeypatch)
-    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 5 * 1024 * 512)
-    monkeypatch.setattr(gpu_packing, "_takes", lambda tensor: tensor.nbytes)
-    sizes = {"a": 2048, "b": 2048, "c": 2048, "large": 8192, "d": 64, "noise": 0, "e": 64}
-    given = {name: weights(rows) for name, rows in sizes.items() if rows}
-    given["noise"] = torch.arange(4096)  # which is no tensor of floats, and passes
-    order = [name for name in sizes if name in given]
-    found = list(gpu_packing.packed_there(((name, given[name]) for name in order), "prefix"))
-    assert [it.name for it in found] == order
-    assert [it.name for it in found if it.blob is None] == ["noise"]
-    assert there.batches == [["a", "b"], ["c"], ["large"], ["d", "e"]]
+def batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    """Names of tensors that are packed side by side: they come out before the next one is asked for."""
+    found: list[list[str]] = [[]]
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            found.append([])
+            yield name, tensor
+
+    for it in gpu_packing.packed_there(given(), "prefix"):
+        found[-1].append(it.name)
+    return [names for names in found if names]
 
 
-def test_no_batch_is_held_while_the_next_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    There(monkeypatch)
-    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 3 * 64 * 512)
-    monkeypatch.setattr(gpu_packing, "_takes", lambda tensor: tensor.nbytes)
+def test_batches_have_so_many_bytes_and_keep_the_order() -> None:
+    """With what their samples and tables take: 1 MiB of words, and 1.25 MiB."""
+    mib = {"a": 125.75, "b": 125.75, "c": 125.75, "d": 126, "large": 300, "e": 0.5, "ids": 1, "f": 0.5}
+    given = [(name, torch.empty(int(size * (1 << 19)), dtype=torch.bfloat16)) for name, size in mib.items()]
+    assert batches(given) == [["a", "b"], ["c"], ["d"], ["large"], ["e", "ids", "f"]]
+
+
+def test_no_batch_is_held_while_the_next_is_asked_for() -> None:
     alive: list[Any] = []
 
-    def given() -> Any:
-        import gc
-        import weakref
-
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(9):
             gc.collect()
             assert sum(it() is not None for it in alive) <= 4
-            tensor = weights(64) + number
+            tensor = torch.empty(80 << 20, dtype=torch.uint8)
             alive.append(weakref.ref(tensor))
             yield str(number), tensor
 
-    count = 0
-    for it in gpu_packing.packed_there(given(), "prefix"):
-        assert it.blob is not None
-        count += 1
-        del it
-    assert count == 9
+    assert batches(given()) == [["0", "1", "2"], ["3", "4", "5"], ["6", "7", "8"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -104,18 +82,24 @@ def test_small_tensors_bring_samples_and_tables(words: int, dtype: torch.dtype) 
     encoder = PackEncoder(0, torch_spec("w", tensor), 0, spread=False)
     chosen = encoder.choose(torch_bytes(tensor)[: encoder.sample_bytes], "prefix")
     scratch = 0 if chosen is None else chosen.scratch_bytes
-    assert tensor.nbytes + encoder.sample_bytes + scratch <= gpu_packing._takes(tensor) + 0.02 * tensor.nbytes
+    together = len(batches(("w", tensor) for _ in range(210))[0])
+    assert 10 < together < 210
+    assert together * (0.98 * tensor.nbytes + encoder.sample_bytes + scratch) <= 256 << 20
 
 
 @pytest.mark.parametrize(
     "error", [MissingDependency("no NVRTC"), torch.cuda.OutOfMemoryError("out of memory\nand more")]
 )
 def test_the_cpu_packs_what_the_gpu_cannot(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, launch_on: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {str(rows): weights(rows) for rows in (64, 32)}
     expected = [pack_tensor(it, name) for name, it in given.items()]
-    There(monkeypatch, error)
+
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise error
+
+    launch_on(MadeBackend(kernel, kind="cpu"))
     with caplog.at_level(logging.INFO, "tpde"):
         found = list(pack_tensors(given.items()))
     for one, other in zip(found, expected, strict=True):
@@ -127,44 +111,26 @@ def test_the_cpu_packs_what_the_gpu_cannot(
     assert "\n" not in line
 
 
-def test_files_are_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def packed_names(given: dict[str, torch.Tensor]) -> set[str]:
+    """What kernels pack."""
+    return {it.name for it in gpu_packing.packed_there(given.items(), "prefix") if it.blob is not None}
+
+
+def test_files_are_the_same(tmp_path: Path) -> None:
     given = {
-        "model.layers.0.down_proj.weight": weights(700),
+        "model.layers.0.down_proj.weight": weights(70),
         "model.layers.0.norm.weight": torch.ones(256),
         "ids": torch.arange(3000),
-        "model.layers.1.down_proj.weight": weights(2100),
+        "model.layers.1.down_proj.weight": weights(210),
         "lm_head.weight": weights(33),
         "tiny": torch.ones(3),
     }
     expected = save(given, {"a": "b"})
-    there = There(monkeypatch)
-    assert save(given, {"a": "b"}) == expected
-    assert there.batches
-    save_file(given, tmp_path / "it.safetensors", {"a": "b"})
+    with launching_on(cpu_backend()):
+        assert {name for name in given if name.endswith("proj.weight")} <= packed_names(given)
+        assert save(given, {"a": "b"}) == expected
+        save_file(given, tmp_path / "it.safetensors", {"a": "b"})
     assert (tmp_path / "it.safetensors").read_bytes() == expected
-
-
-@pytest.fixture
-def on_host(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:  # noqa: F811
-    """The CPU counts as a GPU, and runs the kernels; gives the names of what is packed there."""
-    found: list[str] = []
-
-    def beside(device: torch.device, launch: Any) -> Any:
-        launch(0)
-        return lambda: None
-
-    def noted(*given: Any) -> Any:
-        batch, made = given[0], pack(*given)
-        found.extend(name for (name, _), blob in zip(batch, made, strict=True) if blob is not None)
-        return made
-
-    pack = gpu_packing._pack_or_not
-    monkeypatch.setattr(gpu_packing, "_KIND", "cpu")
-    monkeypatch.setattr(gpu_packing, "_pack_or_not", noted)
-    monkeypatch.setattr(gpu_packing, "_stream_of", lambda device: 0)
-    monkeypatch.setattr(gpu_packing, "_beside", beside)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return found
 
 
 def kinds() -> dict[str, torch.Tensor]:
@@ -192,16 +158,12 @@ def kinds() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("limit", [1, 256 << 20])
-def test_the_kernels_make_the_files_of_the_cpu(
-    limit: int, on_host: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", limit)
+def test_the_kernels_make_the_files_of_the_cpu() -> None:
     given = kinds()
-    made = save(given)
-    assert {"wide", "part", "odd", "parameter", "half", "double"} <= set(on_host)
-    assert not {"conjugate", "negative", "zeros", "nearly", "one", "none"} & set(on_host)
-    monkeypatch.undo()
+    with launching_on(cpu_backend()):
+        there, made = packed_names(given), save(given)
+    assert {"wide", "part", "odd", "parameter", "half", "double"} <= there
+    assert not {"conjugate", "negative", "zeros", "nearly", "one", "none"} & there
     assert made == save(given)
     for name, it in load(made).items():
         assert it.shape == given[name].shape
@@ -212,15 +174,14 @@ def torch_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(torch_bytes(tensor).copy())
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_the_kernels_make_the_weights_of_the_cpu(
-    inference: bool, on_host: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_make_the_weights_of_the_cpu(inference: bool, alone: bool) -> None:
     given = {name: it for name, it in kinds().items() if it.is_floating_point() and it.numel()}
-    with torch.inference_mode(inference):
-        found = dict(zip(given, pack_tensors(given.items()), strict=True))
-    assert {"wide", "half"} <= set(on_host)
-    monkeypatch.undo()
+    with launching_on(cpu_backend()), torch.inference_mode(inference):
+        assert {"wide", "half"} <= packed_names(given)
+        calls = [[pair] for pair in given.items()] if alone else [list(given.items())]
+        found = dict(zip(given, (it for call in calls for it in pack_tensors(call)), strict=True))
     for name, it in given.items():
         expected, packed = pack_tensor(it, name), found[name]
         assert (packed is None) == (expected is None)
@@ -229,18 +190,20 @@ def test_the_kernels_make_the_weights_of_the_cpu(
             assert not packed.sources[0].blob.is_inference(), "gradients may flow through what it decodes to"
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_as_many_threads_choose_codes_as_were_asked_for(
-    threads: int, on_host: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pools: list[int] = []
+    real = ThreadPoolExecutor.__init__
 
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, count: int, name: str) -> None:
+    def noted(pool: ThreadPoolExecutor, count: int, name: str = "", *rest: Any) -> None:
+        if name == "tpde-choose":
             pools.append(count)
-            super().__init__(count, name)
+        real(pool, count, name, *rest)
 
-    monkeypatch.setattr(gpu_packing, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(ThreadPoolExecutor, "__init__", noted)
     given = {name: weights(64) for name in "abcd"}
     assert all(pack_tensors(given.items(), threads))
     save_file(given, tmp_path / "it.safetensors", threads=threads)
@@ -248,17 +211,18 @@ def test_as_many_threads_choose_codes_as_were_asked_for(
     assert pools == [threads] * 3
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("threads", [0, -1, 2.0])
-def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any, on_host: list[str]) -> None:
+def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any) -> None:
     """Also where none would have worked."""
     for model in (torch.nn.Linear(64, 256), torch.nn.ReLU()):
         with pytest.raises(InvalidArgument, match="threads"):
             pack_module(model, threads=threads)
 
 
-def test_words_that_are_gone_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_are_gone_are_not_read(launch_on: Callable[[Any], Any]) -> None:
     """As those of modules that are sharded elsewhere: an address of 0 would end the process's work there."""
-    monkeypatch.setattr(gpu_packing, "_KIND", "cpu")
+    launch_on(MadeBackend(kind="cpu"))
     tensor = weights(64)
     assert gpu_packing.is_there(tensor)
     assert not gpu_packing.is_there(tensor.T)
@@ -266,7 +230,7 @@ def test_words_that_are_gone_are_not_read(monkeypatch: pytest.MonkeyPatch) -> No
     assert not gpu_packing.is_there(tensor)
 
 
-def test_a_blob_is_written_whole_and_in_its_turn(tmp_path: Any) -> None:
+def test_a_blob_is_written_whole_and_in_its_turn(tmp_path: Path) -> None:
     packed = pack_tensor(weights(64), "w")
     assert packed is not None
     blob = packed.sources[0].blob.numpy()

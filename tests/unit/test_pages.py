@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -117,6 +118,7 @@ def test_a_core_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source, library = tmp_path / "old.c", tmp_path / "libold.so"
     source.write_text("int tpde_abi(void) { return 1; }\n")
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-    monkeypatch.setattr(native, "library_path", lambda: library)
+    old = ctypes.CDLL(str(library))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: old)
     with pytest.raises(NativeError, match="has ABI 1, this package needs"):
         native.core.__wrapped__()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -94,17 +96,29 @@ def test_the_threads_are_kept() -> None:
     assert threading.active_count() <= max(before, 3)
 
 
-def test_sharing_follows_the_measured_break_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "hand_off", lambda threads: 100e-6)
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Let handing work to threads cost so many seconds, by the clock that measures it."""
+
+    def put(seconds: float) -> None:
+        ticks = itertools.count()
+        monkeypatch.setattr(time, "perf_counter", lambda: seconds * next(ticks))
+        pool.hand_off.cache_clear()
+
+    yield put
+    pool.hand_off.cache_clear()
+
+
+def test_sharing_follows_the_measured_break_even(costs: Callable[[float], None]) -> None:
+    costs(0.0)
+    assert not pool.pays(30e-6, 2), "what takes so little is never shared"
+    assert pool.pays(31e-6, 2)
+    costs(100e-6)
     assert not pool.pays(1.0, 1)
     assert not pool.pays(190e-6, 2)
     assert pool.pays(210e-6, 2)
     assert not pool.pays(100e-6, 4)
     assert pool.pays(140e-6, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "hand_off", lambda threads: 0.0)
-        assert not pool.pays(30e-6, 2), "what takes so little is never shared"
-        assert pool.pays(31e-6, 2)
     used: set[int] = set()
 
     def note(_: int) -> None:
@@ -120,7 +134,7 @@ def test_sharing_follows_the_measured_break_even(monkeypatch: pytest.MonkeyPatch
 def test_the_hand_off_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = pool.hand_off(2)
     assert 0 < first < 1
-    monkeypatch.setattr(pool, "_kept", None)  # a second measurement would need it
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("it is measured again"))
     assert pool.hand_off(2) == first
 
 
@@ -145,10 +159,8 @@ def test_a_forked_process_has_a_pool_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_zstd_gives_the_same_bits_and_errors_on_the_pool(
-    share: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "pays", lambda seconds, threads: share)
+def test_zstd_gives_the_same_bits_and_errors_on_the_pool(share: bool, costs: Callable[[float], None]) -> None:
+    costs(0.0 if share else 1000.0)
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1000, 300_000).view(np.uint8)
     plan = plan_tensor(TensorSpec("I64", (300_000,)), words, "zstd")

@@ -19,7 +19,6 @@ from support.files import (
 )
 
 from tpde.errors import Corrupt, TpdeError
-from tpde.files import tensor_reader
 from tpde.files.reader import PackedFile
 from tpde.format.constants import MAGIC
 from tpde.format.container import TensorSpec
@@ -131,15 +130,17 @@ def test_a_packed_file_of_plain_tensors_is_packed_all_the_same() -> None:
     assert unpack_bytes(packed) == source
 
 
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
-def test_plain_tensors_are_read_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 100)
+PIECE = 8 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 50])
+def test_plain_tensors_are_read_in_pieces(size: int) -> None:
     data = rng(size).bytes(size)
     source = safetensors_bytes({"before": TENSORS["few"], "x": (TensorSpec("U8", (size,)), data)})
     with PackedFile(source) as file:
         tensor = file.tensor("x")
         pieces = list(tensor.pieces())
-        assert pieces == [(at, min(at + 100, size)) for at in range(0, size, 100)]
+        assert pieces == [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
         out = np.zeros(size, np.uint8)
         for begin, end in pieces:
             tensor.read(begin, end, out[begin:end])

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
 import os
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import renames
 
-from tpde.io import rename, sinks, temporary
+from tpde.io import sinks, temporary
 from tpde.io.rename import exchange, rename_new
 
 
 @pytest.fixture(params=[True, False], ids=["with the call", "without"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(rename, "_LIBC", types.SimpleNamespace())
+        renames.missing(monkeypatch)
 
 
 @pytest.mark.usefixtures("system")
@@ -58,8 +58,8 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def no_link(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(rename, "_LIBC", types.SimpleNamespace())
-    monkeypatch.setattr(rename.os, "link", no_link)
+    renames.missing(monkeypatch)
+    monkeypatch.setattr(os, "link", no_link)
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("a")
     rename_new(old, new)
@@ -77,29 +77,16 @@ def test_an_exchange_is_one_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if exchange(one, other):
         assert (one.read_text(), other.read_text()) == ("other", "one")
         exchange(one, other)
-    monkeypatch.setattr(rename, "_LIBC", types.SimpleNamespace())
+    renames.missing(monkeypatch)
     assert not exchange(one, other)
     assert (one.read_text(), other.read_text()) == ("one", "other")
-
-
-class Refusing:
-    """A system whose call refuses, for a reason."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def _call(self, *_: Any) -> int:
-        ctypes.set_errno(self.code)
-        return -1
-
-    renameat2 = renamex_np = _call
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP])
 def test_a_file_system_that_does_not_take_the_flags(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rename, "_LIBC", Refusing(code))
+    renames.refused(monkeypatch, code)
     (tmp_path / "old").write_text("a")
     assert not exchange(tmp_path / "old", tmp_path / "old")
     rename_new(tmp_path / "old", tmp_path / "new")
@@ -107,7 +94,7 @@ def test_a_file_system_that_does_not_take_the_flags(
 
 
 def test_other_errors_are_told_with_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rename, "_LIBC", Refusing(errno.EIO))
+    renames.refused(monkeypatch, errno.EIO)
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("a")
     for call in (exchange, rename_new):
@@ -159,8 +146,8 @@ def test_a_dangling_link_is_not_replaced_without_links_of_files(
     def no_link(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(rename, "_LIBC", types.SimpleNamespace())
-    monkeypatch.setattr(rename.os, "link", no_link)
+    renames.missing(monkeypatch)
+    monkeypatch.setattr(os, "link", no_link)
     (tmp_path / "old").write_text("a")
     (tmp_path / "new").symlink_to("nothing")
     with pytest.raises(FileExistsError):
@@ -199,8 +186,6 @@ def test_what_is_left_is_told_by_its_name_its_kind_and_its_lock(tmp_path: Path) 
 
 
 def test_what_is_looked_at_is_locked_meanwhile_and_free_again(tmp_path: Path) -> None:
-    import fcntl
-
     (tmp_path / ".x.01234567.tpde-tmp").touch()
     found = temporary.abandoned(tmp_path)
     path = next(found)
@@ -219,7 +204,7 @@ def test_what_cannot_be_locked_is_made_and_never_removed(
     def cannot(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(temporary.fcntl, "flock", cannot)
+    monkeypatch.setattr(fcntl, "flock", cannot)
     path, descriptor = temporary.create(
         tmp_path / "x", lambda it: os.open(it, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     )
@@ -245,7 +230,7 @@ def test_an_interrupt_leaves_neither_a_file_nor_a_descriptor(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(temporary.fcntl, "flock", interrupted)
+    monkeypatch.setattr(fcntl, "flock", interrupted)
     with pytest.raises(KeyboardInterrupt):
         temporary.create(tmp_path / "x", make)
     assert not list(tmp_path.iterdir())
@@ -296,7 +281,7 @@ def test_what_another_user_left_is_not_removed(tmp_path: Path, monkeypatch: pyte
     left = temporary.temporary_name(tmp_path / "x")
     left.write_text("half")
     me = os.geteuid()
-    monkeypatch.setattr(temporary.os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     temporary.clear_files(tmp_path)
     assert left.exists()
     monkeypatch.undo()
@@ -312,21 +297,14 @@ def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(
 ) -> None:
     """What is not synced may be lost with the power, in any order."""
     done: list[str] = []
-    fsync, sync_folder, path = os.fsync, sinks.sync_folder, tmp_path / "x"
+    fsync, path = os.fsync, tmp_path / "x"
 
     def synced(descriptor: int) -> None:
-        done.append("file, named" if path.exists() else "file")
+        is_folder = os.path.samestat(os.fstat(descriptor), tmp_path.stat())
+        done.append(f"{'folder' if is_folder else 'file'}{', named' * path.exists()}")
         fsync(descriptor)
 
-    def folder_synced(folder: Path) -> None:
-        assert folder == tmp_path
-        done.append("folder, named" if path.exists() else "folder")
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fsync)
-            sync_folder(folder)
-
-    monkeypatch.setattr(sinks.os, "fsync", synced)
-    monkeypatch.setattr(sinks, "sync_folder", folder_synced)
+    monkeypatch.setattr(os, "fsync", synced)
     made = sinks.FileSink(path)
     made.write(0, [b"abc"])
     made.commit()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support import spoilt
-from support.contents import fill, spec_of
-from support.files import pack_bytes, safetensors_bytes
+from support.contents import fill, rng, spec_of
+from support.files import blobs, pack_bytes, safetensors_bytes
 
 from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
-from tpde.errors import InvalidInput
-from tpde.files import inspection as inspecting
-from tpde.files import sampling
+from tpde.errors import Corrupt, InvalidInput
 from tpde.files.inspection import inspect, survey
-from tpde.files.inspection_report import GroupReport
+from tpde.files.inspection_report import GroupReport, Report
+from tpde.files.reader import PackedFile
+from tpde.files.sampling import looks_at
 from tpde.format.container import TensorSpec
 
 BF16, SMALL = spec_of("BF16", 3000), TensorSpec("U8", (7,))
@@ -106,35 +106,56 @@ def test_a_survey_looks_at_no_word_unless_it_is_to(model: Path, monkeypatch: pyt
         ("BF16", 12_000), ("U8", 14), ("F32", 0), ("I64", 1000),
     ]  # fmt: skip
     assert survey(model, sample=True).histogram is None
-    monkeypatch.setattr(sampling, "_read_sample", lambda *_: pytest.fail("words are read"))
-    monkeypatch.setattr(sampling, "_read_whole", lambda _, looks: looks and pytest.fail("words are read"))
+    places = [(at, at + len(data)) for _, data in TENSORS.values() if (at := PLAIN.index(data)) and data]
+    damaged = bytearray((model / "a.safetensors").read_bytes())
+    damaged[damaged.index(blobs(PACKED)["layers.10.w"]) + len(blobs(PACKED)["layers.10.w"]) // 2] ^= 1
+    (model / "a.safetensors").write_bytes(damaged)  # a word, which shows when it is decoded
+    with pytest.raises(Corrupt, match=r"layers\.10\.w"):
+        survey(model, sample=True)
+    real, plain = os.preadv, (model / "sub" / "b.safetensors").stat()
+    reads = 0
+
+    def noting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal reads
+        got = real(descriptor, buffers, offset)
+        if os.path.samestat(os.fstat(descriptor), plain):
+            reads += 1
+            assert not any(offset < end and begin < offset + got for begin, end in places)
+        return got
+
+    monkeypatch.setattr(os, "preadv", noting)
     quick = survey(model, sample=False)
+    assert reads
     assert {it.entropy for it in quick.tensors} == {None}
     assert [it.stored_bytes for it in quick.tensors] == [it.stored_bytes for it in full.tensors]
     assert (quick.by_codec, quick.by_dtype, quick.ratio) == (full.by_codec, full.by_dtype, full.ratio)
     assert survey(model, sample=False, histogram=True).histogram == ()
 
 
-@pytest.mark.parametrize(
-    ("tensors", "nbytes"), [(1, 1 << 20), (2, 1 << 20), (5, 1 << 20), (99, 1), (99, 8000)]
-)
-def test_what_is_counted_does_not_depend_on_how_many_at_a_time(
-    tensors: int, nbytes: int, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = inspect(model, histogram=True)
-    held: list[tuple[int, int]] = []
-    real = inspecting.entropies_of
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_counted_does_not_depend_on_how_many_at_a_time(packed: bool, tmp_path: Path) -> None:
+    large = spec_of("BF16", 100_000)
+    tensors = {f"{i:04}": (SMALL, rng(i).bytes(SMALL.nbytes)) for i in range(2100)}
+    tensors |= {f"large.{i}": (large, fill("normal", large)) for i in range(12)}
+    tensors |= {f"more.{i}": TENSORS[name] for i, name in enumerate(TENSORS)}
+    made = pack_bytes if packed else bytes
 
-    def noting(batch: Any, counts: Any) -> Any:
-        held.append((len(batch), sum(it.words.nbytes for it in batch)))
-        return real(batch, counts)
+    def inspected(names: list[str]) -> Report:
+        (tmp_path / "x").write_bytes(made(safetensors_bytes({name: tensors[name] for name in names})))
+        return inspect(tmp_path / "x", histogram=True)
 
-    monkeypatch.setattr(sampling, "_BATCH", tensors)
-    monkeypatch.setattr(sampling, "_BATCH_BYTES", nbytes)
-    monkeypatch.setattr(inspecting, "entropies_of", noting)
-    assert inspect(model, histogram=True) == full
-    assert max(count for count, _ in held) <= tensors
-    assert max(size for _, size in held) < nbytes + BF16.nbytes
+    names = list(tensors)
+    whole, parts = inspected(names), [inspected(names[at : at + 500]) for at in range(0, len(names), 500)]
+    assert {it.name: it for it in whole.tensors} == {it.name: it for part in parts for it in part.tensors}
+    assert whole.histogram is not None
+    for it in whole.histogram:
+        counts = [other.counts for part in parts for other in part.histogram or () if other.dtype == it.dtype]
+        assert it.counts == tuple(map(sum, zip(*counts, strict=True)))
+    with PackedFile(made(safetensors_bytes(tensors))) as opened:
+        held = [(len(batch), sum(it.words.nbytes for it in batch)) for batch in looks_at(opened, True)]
+    assert sum(count for count, _ in held) == len(tensors)
+    assert max(count for count, _ in held) == 1024
+    assert 1 << 20 <= max(size for _, size in held) < (1 << 20) + large.nbytes
 
 
 @pytest.mark.parametrize("packed", [False, True])

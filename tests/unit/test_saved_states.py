@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", minversion="5.13", reason="needs transformers 5.13")
 
+from transformers.core_model_loading import ConversionOps, WeightConverter  # noqa: E402
+
 import tpde  # noqa: E402
-from tpde.errors import InvalidInput, NotPacked, TpdeError, Truncated  # noqa: E402
-from tpde.integrations.transformers import save, shape  # noqa: E402
+from tpde.errors import InvalidInput, NotPacked, Truncated  # noqa: E402
 from tpde.integrations.transformers.folder import model_directory, require_files  # noqa: E402
 from tpde.integrations.transformers.save import state_to_save  # noqa: E402
-from tpde.loading import runs  # noqa: E402
-from tpde.loading.runs import NotARun  # noqa: E402
+from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -55,26 +58,68 @@ def test_of_tied_weights_the_one_is_saved_that_others_are_tied_to(ties: dict[str
     assert not {other, f"{other}_tpde", kept} & set(found)
 
 
-def test_a_cut_weight_that_would_not_shrink_is_saved_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+class Made(ConversionOps):  # type: ignore[misc]
+    """Loading makes one weight of others; saving makes those of it, by a function."""
+
+    def __init__(self, made: Callable[[Any], dict[str, Any]]) -> None:
+        self._made = made
+
+    def convert(self, given: dict[str, list[Any]], *_: Any, **__: Any) -> dict[str, Any]:
+        (only,) = given.values()
+        return self._made(only[0])
+
+    @property
+    def reverse_op(self) -> Made:
+        return self
+
+
+def converted(made: Callable[[Any], dict[str, Any]], *names: str) -> list[Any]:
+    """Conversions of the head into weights of these names."""
+    return [WeightConverter(list(names), HEAD, operations=[Made(made)])]
+
+
+def decoded(found: dict[str, Any], name: str) -> Any:
+    return tpde.nn.PackedTensor(tpde.nn.Resident(found[f"{name}_tpde"], name)).decoded()
+
+
+def test_a_cut_weight_that_would_not_shrink_is_saved_plain() -> None:
     model = llama()
     weight = model.lm_head.weight.detach().clone()
     tpde.pack_module(model, min_bytes=0)
 
-    def revert(model: Any, state: dict[str, Any], conversions: Any) -> dict[str, Any]:
-        run = state.pop(HEAD)
-        top, bottom = torch.split(run, [100, 28])
-        return state | {"top": top, "bottom": bottom, "flat": run.unsqueeze(0)}
+    def cut(run: Any) -> dict[str, Any]:
+        top, bottom = torch.split(run, [5, 123])  # of which the first has few bytes
+        return {"top": top, "bottom": bottom, "flat": run.unsqueeze(0)}
 
-    monkeypatch.setattr(save, "revert", revert)
-    pack = save.pack_tensor
-    monkeypatch.setattr(save, "pack_tensor", lambda plain, name: None if name == "top" else pack(plain, name))
-    found = state_to_save(model, [])
-    assert torch.equal(found["top"], weight[:100])
-    assert HEAD not in found
-    for name, expected in (("bottom", weight[100:]), ("flat", weight[None])):
-        made = tpde.nn.PackedTensor(tpde.nn.Resident(found[f"{name}_tpde"], name)).decoded()
+    found = state_to_save(model, converted(cut, "top", "bottom", "flat"))
+    assert torch.equal(found["top"], weight[:5])
+    assert not {HEAD, f"{HEAD}_tpde", "top_tpde"} & set(found)
+    for name, expected in (("bottom", weight[5:]), ("flat", weight[None])):
+        made = decoded(found, name)
         assert made.shape == expected.shape
         assert torch.equal(made, expected)
+
+
+def test_a_conversion_that_cuts_through_blobs_is_done_on_plain_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of what it takes, and no more; what comes out is packed again."""
+    model = llama()
+    weights = {name: it.detach().clone() for name, it in model.state_dict().items()}
+    tpde.pack_module(model, min_bytes=0)
+    blob = model.model.embed_tokens.weight.packed.sources[0].blob
+
+    def turn(head: Any) -> dict[str, Any]:
+        return {"turned": head.T, "tiny": head[:1, :3].clone(), "other": 5}
+
+    found = state_to_save(model, converted(turn, "turned", "tiny", "other"))
+    assert "a conversion cuts through blobs" in caplog.text
+    assert torch.equal(found["model.norm.weight"], weights["model.norm.weight"])
+    assert not {HEAD, f"{HEAD}_tpde"} & set(found)
+    assert torch.equal(decoded(found, "turned"), weights[HEAD].T)
+    assert torch.equal(found["tiny"], weights[HEAD][:1, :3])
+    assert found["other"] == 5
+    assert found[f"{EMBED}_tpde"].data_ptr() == blob.data_ptr(), "which nothing cuts"
 
 
 # ---- directories ----
@@ -114,79 +159,38 @@ def test_files_that_must_be_there(tmp_path: Path) -> None:
         require_files(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (Truncated("it ends early"), Truncated),
-        (KeyError("layers"), InvalidInput),
-        (NotPacked("x"), NotPacked),
-    ],
-)
-def test_a_model_that_cannot_be_made(
-    error: Exception, told: type[TpdeError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a packed directory."""
+    folder = tmp_path_factory.mktemp("models")
+    llama().save_pretrained(folder / "plain")
+    tpde.pack(folder / "plain", folder / "packed")
+    return folder
+
+
+def with_config(folder: Path, made: Path, **changes: Any) -> Path:
+    """Give a copy of a directory whose configuration says something else, or no longer."""
+    shutil.copytree(made, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: it for key, it in (config | changes).items() if it is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_that_cannot_be_made(made: Path, tmp_path: Path) -> None:
     """Errors of ours are told as they are, those of transformers as one of the configuration."""
-
-    def fail(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(shape, "model_class_of", lambda _: None)
-    monkeypatch.setattr(shape, "require_files", lambda _: None)
-    monkeypatch.setattr(shape, "on_meta", fail)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
-    with pytest.raises(told) as caught, shape.opened_shape(tmp_path):
+    short = with_config(tmp_path / "short", made / "packed", dtype=None)
+    os.truncate(short / "model.safetensors", 5000)
+    with pytest.raises(Truncated), opened_shape(short):
         pass
-    assert (caught.value is error) == (told is not InvalidInput)
-    if told is InvalidInput:
-        assert "(KeyError: 'layers')" in str(caught.value)
+    odd = with_config(tmp_path / "odd", made / "packed", hidden_act="curly")
+    with pytest.raises(InvalidInput, match=r"makes no model of .*\(KeyError: .*curly"), opened_shape(odd):
+        pass
 
 
 @pytest.mark.parametrize(("named", "used"), [("float16", torch.float16), (None, torch.bfloat16)])
-def test_the_dtype_of_a_shape(
-    named: str | None, used: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def made(kind: Any, config: Any, dtype: Any) -> Any:
-        seen.append(dtype)
-        raise NotPacked("no further")
-
-    monkeypatch.setattr(shape, "model_class_of", lambda _: None)
-    monkeypatch.setattr(shape, "require_files", lambda _: None)
-    monkeypatch.setattr(shape, "stored_dtype", lambda _: torch.bfloat16)
-    monkeypatch.setattr(shape, "on_meta", made)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama"} | ({"dtype": named} if named else {}))
-    )
-    with pytest.raises(NotPacked, match="no further"), shape.opened_shape(tmp_path):
-        pass
-    assert seen == [used]
-
-
-def test_a_conversion_that_cuts_through_blobs_is_done_on_plain_weights(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of what it takes, and no more; what comes out is packed again."""
-    model = llama()
-    weights = {name: it.detach().clone() for name, it in model.state_dict().items()}
-    tpde.pack_module(model, min_bytes=0)
-    norm, used = "model.norm.weight", [object()]
-
-    def revert(model: Any, state: dict[str, Any], conversions: Any) -> dict[str, Any]:
-        assert conversions is used
-        if not isinstance(state[HEAD], torch.Tensor):
-            raise NotARun
-        assert not isinstance(state[EMBED], torch.Tensor), "which nothing cuts"
-        head = state.pop(HEAD)
-        return state | {"turned": head.T, "tiny": head[:1, :3].clone(), "other": 5}
-
-    monkeypatch.setattr(save, "revert", revert)
-    monkeypatch.setattr(save, "_is_converted", lambda name, given: given is used and name in (HEAD, norm))
-    made = save._revert(model, save._with_runs(model), used)  # type: ignore[arg-type]
-    assert "a conversion cuts through blobs" in caplog.text
-    assert torch.equal(made[norm], weights[norm])
-    assert HEAD not in made
-    (turned,) = runs.decoded([made["turned"]], torch.device("cpu"), lambda source: source)
-    assert torch.equal(turned, weights[HEAD].T)
-    assert torch.equal(made["tiny"], weights[HEAD][:1, :3])
-    assert made["other"] == 5
+def test_the_dtype_of_a_shape(named: str | None, used: Any, made: Path, tmp_path: Path) -> None:
+    folder = with_config(tmp_path / "it", made / "packed", dtype=named)
+    with opened_shape(folder) as (model, _, _):
+        assert {it.dtype for it in model.parameters()} == {used}
+        assert {it.device.type for it in model.parameters()} == {"meta"}

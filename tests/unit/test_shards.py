@@ -129,15 +129,16 @@ def test_any_bytes_are_an_index_or_refused(data: bytes, tmp_path_factory: pytest
         read_index(path)
 
 
-def test_bounds_before_anything_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_before_anything_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / PATH
     path.touch()
     os.truncate(path, 1 << 40)  # a hole: reading it all takes a TiB of memory
     with pytest.raises(InvalidInput, match=f"has {1 << 40} bytes"):
         read_index(path)
-    monkeypatch.setattr(documents.json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
-    path.write_text('{"weight_map":[' + "[]," * documents.MAX_JSON_VALUES + "[]]}")
-    with pytest.raises(InvalidInput, match="values"):
+    path.write_text(
+        '{"weight_map":[' + "[]," * documents.MAX_JSON_VALUES
+    )  # and no end, as parsing would find
+    with pytest.raises(InvalidInput, match=r"more than \d+ values"):
         read_index(path)
 
 

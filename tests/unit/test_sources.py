@@ -13,7 +13,6 @@ from support.files import MemorySource, safetensors_bytes
 
 from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
 from tpde.errors import NotSafetensors
-from tpde.files import inputs
 from tpde.files.inputs import open_source, read_pieces, read_sample
 from tpde.format.container import TensorSpec
 
@@ -53,16 +52,18 @@ def test_a_sample_has_the_bytes_of_its_ranges(words: int) -> None:
     assert np.array_equal(read_sample(Pattern(spec), "x"), needed)
 
 
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 350])
-def test_pieces_cover_a_tensor(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 100)
+PIECE = 8 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 50])
+def test_pieces_cover_a_tensor(size: int) -> None:
     spec, sizes, whole = TensorSpec("U8", (size,)), [], b""
     for piece in read_pieces(Pattern(spec), "x"):
-        assert piece.base is None or piece.base.size <= min(size, 100)
+        assert piece.base is None or piece.base.size <= min(size, PIECE)
         sizes.append(piece.size)
         whole += piece.tobytes()
-    assert sizes == [100] * (size // 100) + [size % 100] * (size % 100 > 0)
-    assert whole == (np.arange(size) % 251).astype(np.uint8).tobytes()
+    assert sizes == [PIECE] * (size // PIECE) + [size % PIECE] * (size % PIECE > 0)
+    assert whole == np.resize(np.arange(251, dtype=np.uint8), size).tobytes()
 
 
 def test_any_part_of_a_file_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tpde.codec.selection import MIN_BYTES
 from tpde.errors import Corrupt, Truncated
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
-from tpde.io import small_reads
 from tpde.io.small_reads import batches, read_together
 from tpde.io.sources import BytesSource
 
@@ -52,13 +51,12 @@ def test_what_lies_side_by_side_is_read_at_once() -> None:
         read_together(source, [(0, 5), (1020, 5)])
 
 
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
-def test_batches_keep_the_order_and_their_size(small: list[bool], most: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_reads, "_MOST", most)
-        found = list(batches(map(str, range(len(small))), lambda name: small[int(name)]))
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 700, 1023, 1024, 1025, 2049])), max_size=6))
+def test_batches_keep_the_order_and_their_size(runs: list[tuple[bool, int]]) -> None:
+    small = [kind for kind, count in runs for _ in range(count)]
+    found = list(batches(map(str, range(len(small))), lambda name: small[int(name)]))
     assert [name for _, names in found for name in names] == [str(i) for i in range(len(small))]
-    assert all(0 < len(names) <= most for _, names in found)
+    assert all(0 < len(names) <= 1024 for _, names in found)
     assert all(kind is small[int(name)] for kind, names in found for name in names)
 
 

@@ -239,16 +239,14 @@ def test_a_damaged_tree_is_corrupt(text: str) -> None:
         rebuild(parse_tree(text, "here"), "here", read)
 
 
-def test_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.store import tree_text
-
-    monkeypatch.setattr(tree_text, "MAX_TREE_VALUES", 5)
-    assert parse_tree('["list",1,2,3]', "here") == ["list", 1, 2, 3]
+def test_trees_are_bounded() -> None:
+    most, longest = (1 << 22) - 2, (64 << 20) - len('["list",""]')
+    assert len(parse_tree(f'["list"{",1" * most}]', "here")) == 1 + most
     with pytest.raises(Corrupt, match="large"):
-        parse_tree('["list",1,2,3,4]', "here")
-    monkeypatch.setattr(tree_text, "MAX_TREE_BYTES", 10)
+        parse_tree(f'["list"{",1" * (most + 1)}]', "here")
+    assert parse_tree(f'["list","{"a" * longest}"]', "here") == ["list", "a" * longest]
     with pytest.raises(Corrupt, match="large"):
-        parse_tree('["list",1,2]', "here")
+        parse_tree(f'["list","{"a" * (longest + 1)}"]', "here")
 
 
 def test_tensors_are_mapped_with_their_paths() -> None:

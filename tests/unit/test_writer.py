@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from support.contents import fill, rng, spec_of
+from support.contents import fill, fill_large, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
-from tpde.codec import blob, prefix_codes, selection
+from tpde.codec import selection
 from tpde.codec.selection import CodecName
 from tpde.errors import DestinationExists, InvalidDestination, TpdeError
-from tpde.files import tensor_writer
 from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
 from tpde.files.tensor_writer import TensorWriter
@@ -27,7 +26,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.container_reader import parse_header
 from tpde.format.container_writer import canonical_header
-from tpde.io.sinks import BytesSink
+from tpde.io.sinks import BytesSink, FileSink
 
 
 def _write(tensors: dict[str, tuple[TensorSpec, bytes]], cuts: list[int], **options: object) -> bytes:
@@ -105,15 +104,12 @@ def test_single_bytes_are_pieces_too(words: int) -> None:
     assert _write(tensors, list(range(spec.nbytes))) == _write(tensors, [])
 
 
-LARGE = spec_of("BF16", 1280 * selection.PREFIX_CHUNK_WORDS)  # 20 MiB
+LARGE = spec_of("BF16", 17 << 21)  # 68 MiB: three steps of several threads
 
 
-@pytest.mark.parametrize("cuts", [[], [9 << 20, (9 << 20) + 5, (11 << 20) + 7]])
-def test_pieces_hashed_beside_encoding_are_hashed_in_order(
-    cuts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blob, "MAX_PIECES", 1)  # so that one call of `write` has several
-    data = fill("normal", LARGE)
+@pytest.mark.parametrize("cuts", [[], [33 << 20, (33 << 20) + 5, (35 << 20) + 7]])
+def test_pieces_hashed_beside_encoding_are_hashed_in_order(cuts: list[int]) -> None:
+    data = fill_large("normal", LARGE)
     sink = BytesSink()
     with FileWriter(sink, {"x": LARGE}, threads=2) as writer:
         for begin, end in itertools.pairwise([0, *cuts, len(data)]):
@@ -122,25 +118,30 @@ def test_pieces_hashed_beside_encoding_are_hashed_in_order(
     assert verify_bytes(bytes(sink.data)) == []
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_piece_that_fails_leaves_no_thread_and_no_file(
-    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    before, encode, calls = threading.active_count(), prefix_codes.PrefixCodec.encode, itertools.count()
+class _Short(FileSink):
+    """A file whose pieces find no memory, from one of them on."""
 
-    def failing(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
-        if next(calls) == number:
+    def __init__(self, path: Path, number: int) -> None:
+        super().__init__(path)
+        self._left = number
+
+    def room(self, offset: int, size: int) -> None:
+        if not self._left:
             raise MemoryError("no memory for this piece")
-        return encode(self, *given)
+        self._left -= 1
 
-    def write(data: bytes) -> None:
-        with FileWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer:
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_piece_that_fails_leaves_no_thread_and_no_file(number: int, tmp_path: Path) -> None:
+    before, data = threading.active_count(), fill_large("normal", LARGE)
+
+    def write() -> None:
+        with FileWriter(_Short(tmp_path / "x", number), {"x": LARGE}, threads=2) as writer:
             for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
                 writer.write("x", data[begin:end])
 
-    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", failing)
     with pytest.raises(MemoryError, match="for this piece"):
-        write(fill("normal", LARGE))
+        write()
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
 
@@ -165,16 +166,13 @@ class _Late(Executor):
 
 
 @pytest.mark.parametrize("content", ["normal", "random", "constant"])
-def test_whatever_is_hashed_beside_is_waited_for(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_hashed_beside_is_waited_for(content: str) -> None:
     """Else what a caller writes next into its memory would be hashed, or nothing at all."""
-    monkeypatch.setattr(tensor_writer, "HASH_APART", 1000)
-    monkeypatch.setattr(blob, "PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(blob, "MAX_PIECES", 1)
-    data = np.frombuffer(fill(content, SPEC), np.uint8)
+    data = np.frombuffer(fill_large(content, LARGE), np.uint8)
     sink = BytesSink()
-    made = TensorWriter(SPEC, sink, 0, threads=2, codec="auto", may_pack=True, background=_Late())  # type: ignore[arg-type]
-    for begin in range(0, data.size, 30_000):
-        piece = data[begin : begin + 30_000].copy()
+    made = TensorWriter(LARGE, sink, 0, threads=2, codec="auto", may_pack=True, background=_Late())  # type: ignore[arg-type]
+    for begin in range(0, data.size, 35 << 20):  # more than is encoded at a time
+        piece = data[begin : begin + (35 << 20)].copy()
         made.write(piece)
         piece[:] = 0
     assert made.finish().digest == xxhash.xxh3_128_digest(data)
@@ -223,18 +221,20 @@ def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) ->
         assert sink.ended == "abort "
 
 
-def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path) -> None:
+def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=2)
-    pool = writer._background
-    assert pool is not None
+    pools: list[Executor] = []
 
-    def fail() -> None:
+    def fail(pool: Executor, *_: Any, **__: Any) -> None:
+        pools.append(pool)
         raise KeyboardInterrupt
 
-    pool.shutdown, shutdown = fail, pool.shutdown  # type: ignore[assignment,method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        writer.abort()
-    shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", fail)
+        with pytest.raises(KeyboardInterrupt):
+            writer.abort()
+    (pool,) = pools
+    pool.shutdown()
     assert list(tmp_path.iterdir()) == []
 
 

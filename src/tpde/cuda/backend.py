@@ -62,7 +62,15 @@ class Kernel(Protocol):
 
 
 class Backend(Protocol):
-    """What runs kernels."""
+    """What runs kernels.
+
+    Attributes
+    ----------
+    kind : str
+        Type of its devices, as torch names it: tensors of others are the processor's.
+    """
+
+    kind: str
 
     def __hash__(self) -> int:
         """Launches are kept by what runs them."""
@@ -171,6 +179,8 @@ class CudaBackend:
     compiler : Compiler, optional
         By default NVRTC.
     """
+
+    kind = "cuda"
 
     def __init__(self, driver: CudaDriver | None = None, compiler: Compiler | None = None) -> None:
         self._driver, self._cubins = driver or CudaDriver(), Cubins(compiler or Nvrtc())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tpde.codec.native import Bytes
 from tpde.codec.selection import MIN_BYTES, PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, CodecName
+from tpde.cuda import backend
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import ALIGNMENT, PackEncoder
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
@@ -24,14 +25,13 @@ from tpde.files.thread_count import check_threads
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import TensorSpec
-from tpde.frameworks import has_words, torch_spec
+from tpde.frameworks import has_words, on_device, stream_of, torch_spec
 
 log = logging.getLogger("tpde")
 
 # Of tensors that are packed side by side, with their samples and tables: of small ones these are most of it.
 # Beside them are their blobs, hashes on their way, a sixteenth, and what chunks take, 0.3 %.
 BATCH_BYTES = 256 << 20
-_KIND = "cuda"  # of devices
 _TABLE_BYTES = 5 << 18  # of a tensor, at most: of F64, which has two planes of pairs; of BF16 three fifths
 
 
@@ -119,7 +119,7 @@ def is_there(tensor: Tensor) -> bool:
     """Whether a tensor is one that kernels read: its words lie one after the other on a GPU."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)  # others may have no bytes of their own
-        and tensor.device.type == _KIND
+        and tensor.device.type == backend.current().kind
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
         and has_words(tensor)
@@ -142,8 +142,8 @@ def _pack(batch: Sequence[tuple[TensorSpec, Tensor]], codec: CodecName, threads:
     """The host waits for samples, for what chunks take, and for hashes."""
     device = batch[0][1].device
     blobs: list[Tensor | None] = [None] * len(batch)
-    with torch.cuda.device(device):
-        stream = _stream_of(device)
+    with on_device(device):
+        stream = stream_of(device)
         encoders = [
             PackEncoder(tensor.data_ptr(), spec, device.index or 0, spread=False) for spec, tensor in batch
         ]
@@ -221,7 +221,7 @@ class _Hashing:
             [self._digests.items.size, self._digests.scratch_bytes], device
         ).parts
         self._items.copy_(torch.from_numpy(self._digests.items))
-        self._digests.sums(self._scratch.data_ptr(), _stream_of(device))
+        self._digests.sums(self._scratch.data_ptr(), stream_of(device))
         self._join = _beside(device, self._chain)
 
     def _chain(self, stream: int) -> None:
@@ -239,11 +239,6 @@ class _Hashing:
         self._join()  # what is freed now is used again on the current stream
 
 
-def _stream_of(device: torch.device) -> int:
-    """The handle of a device's current stream."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
-
-
 def _beside(device: torch.device, launch: Callable[[int], None]) -> Callable[[], None]:
     """Launch on a stream beside the current one, after all that this was given so far.
 
@@ -252,6 +247,9 @@ def _beside(device: torch.device, launch: Callable[[int], None]) -> Callable[[],
     callable
         Has the current stream wait for it.
     """
+    if device.type != "cuda":  # which has no streams
+        launch(0)
+        return lambda: None
     main = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(main)

@@ -12,7 +12,6 @@ import stat
 import sys
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _LINUX_NOREPLACE, _LINUX_EXCHANGE = 1, 2
 _MACOS_SWAP, _MACOS_EXCLUSIVE = 2, 4
@@ -22,7 +21,8 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 def _rename(old: Path, new: Path, linux: int, macos: int) -> bool:
     """Rename with a flag; returns whether the system and the file system have it."""
     source, target = os.fsencode(old), os.fsencode(new)
-    call = getattr(_LIBC, "renameat2" if sys.platform == "linux" else "renamex_np", None)
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "renameat2" if sys.platform == "linux" else "renamex_np", None)
     if call is None:
         return False
     arguments = (

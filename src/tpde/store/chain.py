@@ -96,8 +96,12 @@ def open_step(folder: Path, step: int) -> StepFile:
         If it cannot be read, or is another step's.
     """
     path = folder / name_of(step)
-    os.lstat(path)  # so that its absence is not told as other failures are
-    file = DeltaFile(FileSource(path))
+    try:
+        source = FileSource(path)
+    except InvalidInput:
+        os.lstat(path)  # so that its absence is not told as other failures are
+        raise
+    file = DeltaFile(source)
     try:
         entries = file.head.files
         _check(len(entries) == 1 and isinstance(entries[0], WeightsEntry), path, "it holds other files")

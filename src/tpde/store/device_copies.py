@@ -10,26 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpde.codec.native import Bytes
+from tpde.frameworks import on_device
 
 if TYPE_CHECKING:
     import torch
 
 HostArray = np.ndarray[Any, Any]
 """Of any dtype."""
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A device as the current one, which launches go to."""
-    import torch
-
-    return torch.cuda.device(device)
-
-
-def stream_of(device: torch.device) -> int:
-    """The handle of a device's current stream."""
-    import torch
-
-    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache
@@ -126,7 +113,7 @@ def fetch(tensor: torch.Tensor) -> Callable[[], Bytes]:
     """Start a copy of bytes to the host; what is returned waits for it, not for what is launched later."""
     import torch
 
-    with current(tensor.device):
+    with on_device(tensor.device):
         room = _room(tensor.numel(), tensor.device)
         room.copy_(tensor, non_blocking=True)
         if tensor.device.type != "cuda":

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tpde.codec.delta import chunk_count
+from tpde.cuda import backend
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
-from tpde.frameworks import has_words
+from tpde.frameworks import has_words, on_device, stream_of
 from tpde.store import device_copies as gpu
 from tpde.store.comparer import Kind
 
@@ -27,8 +28,8 @@ _ROOM = 512 << 20
 
 
 @functools.cache
-def can_run(device: int) -> bool:
-    """Whether the kernels run on a device: `tpde[cuda]` is there, and the device is one of theirs."""
+def can_run(runs: backend.Backend, device: int) -> bool:
+    """Whether the kernels of a back end run on a device: `tpde[cuda]` is there, and it is one of theirs."""
     from tpde.cuda.delta_kernels import prepare
 
     try:
@@ -40,8 +41,11 @@ def can_run(device: int) -> bool:
 
 def is_resident(tensor: torch.Tensor) -> bool:
     """Whether the words of a tensor lie one after the other on a GPU that runs the kernels."""
-    plain = tensor.is_cuda and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return plain and has_words(tensor) and can_run(tensor.device.index)
+    runs = backend.current()
+    if tensor.device.type != runs.kind or not has_words(tensor):
+        return False
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return plain and can_run(runs, tensor.device.index or 0)
 
 
 class DeviceGroup:
@@ -79,11 +83,11 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
     found: dict[str, bytes] = {}
     for device, names in by(tensors, lambda name: tensors[name].device).items():
-        with contextlib.suppress(torch.OutOfMemoryError), gpu.current(device):
+        with contextlib.suppress(torch.OutOfMemoryError), on_device(device):
             # Bytes have no kind of words: one launch takes all.
             group = DeviceGroup([(tensors[name], None) for name in names], (1, 0), device)
             sums = gpu.zeros(4 * len(names), "<u8", device)
-            group.batch.survey(*group.arrays, 0, sums.data_ptr(), 0, gpu.stream_of(device))
+            group.batch.survey(*group.arrays, 0, sums.data_ptr(), 0, stream_of(device))
             rows = _download(sums, "<u8").reshape(-1, 4)
             found.update((name, row[:2].tobytes()) for name, row in zip(names, rows, strict=True))
     return found

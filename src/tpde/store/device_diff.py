@@ -19,6 +19,7 @@ from tpde.codec.delta import ChangeModel, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
+from tpde.frameworks import on_device, stream_of
 from tpde.store import device_copies as gpu
 from tpde.store.comparer import Comparer, Kind, Wanted, kind_of
 from tpde.store.device_copies import HostArray
@@ -42,11 +43,11 @@ class _Prints:
         n = len(group.firsts) - 1
         sizes = 32 * n, 4 * group.batch.chunks, 4 * n
         self._ends = np.cumsum(sizes)
-        with gpu.current(group.device):
+        with on_device(group.device):
             made = gpu.zeros(int(self._ends[-1]), "u1", group.device)
             sums = made.data_ptr()
             counts, varied = sums + int(self._ends[0]), sums + int(self._ends[1])
-            group.batch.prints(*group.arrays, sums, counts, varied, gpu.stream_of(group.device))
+            group.batch.prints(*group.arrays, sums, counts, varied, stream_of(group.device))
             self._wait = gpu.fetch(made)
 
     def wait(self) -> tuple[list[tuple[bytes, bytes]], HostArray, HostArray]:
@@ -123,7 +124,7 @@ class DeviceComparer:
         resident = [(i, it) for i, it in enumerate(wanted) if it.key[1] in self._pairs]
         for device, mine in by(resident, lambda it: self._place(it[1].key[1])[0]).items():
             pairs = [(i, it.ranges, tuple(map(gpu.flat, self._pairs[it.key[1]]))) for i, it in mine]
-            with contextlib.suppress(torch.OutOfMemoryError), gpu.current(device):
+            with contextlib.suppress(torch.OutOfMemoryError), on_device(device):
                 both = [torch.cat([one[n][a:b] for _, rs, one in pairs for a, b in rs]) for n in (0, 1)]
                 copies.append((pairs, [gpu.fetch(it) for it in both]))
         _ = self._running  # while these are copied and looked at
@@ -238,7 +239,7 @@ def _encoded(group: DeviceGroup, image: int, counts: HostArray, most: int) -> It
     device, total = group.device, int(counts.sum(dtype=np.uint64))
     room = (counts.astype(np.uint64) * most + 3) // 4  # of each chunk, in units of 4 bytes
     _held, (changes, starts, places) = gpu.send([counts, gpu.starts(counts), gpu.starts(room)], device)
-    with gpu.current(device):
+    with on_device(device):
         out = gpu.zeros(int(room.sum()) + 1, "<u4", device)
         checks = 8 * (len(group.firsts) - 1)
         made = gpu.zeros(checks + 4 * counts.size, "u1", device)
@@ -252,19 +253,19 @@ def _encoded(group: DeviceGroup, image: int, counts: HostArray, most: int) -> It
             out.data_ptr(),
             made.data_ptr() + checks,
             made.data_ptr(),
-            gpu.stream_of(device),
+            stream_of(device),
         )
         wait, encoded = gpu.fetch(made), gpu.mark(device)
     yield None
     # Beside what is encoded next, which would be waited for otherwise.
-    with gpu.current(device), gpu.beside(device, encoded):
+    with on_device(device), gpu.beside(device, encoded):
         result = wait()
         found: HostArray = result[checks:].view("<u4")
         wrong = found == CHANGED
         found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)
         _used, (used, offsets) = gpu.send([found, gpu.starts(found)], device)
-        stream = gpu.stream_of(device)
+        stream = stream_of(device)
         group.batch.gather(out.data_ptr(), places, used, offsets, data.data_ptr(), stream)
         gathered = gpu.fetch(data)()
     yield _Encoded(gathered, found, wrong, result[:checks].view("<u8"))

@@ -15,6 +15,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.pool import begin, each
 from tpde.format.constants import DTYPES
 from tpde.format.delta_head import TensorEntry
+from tpde.frameworks import on_device, stream_of
 from tpde.store import device_copies as gpu
 from tpde.store.comparer import kind_of
 from tpde.store.device_copies import HostArray
@@ -134,11 +135,11 @@ class SparseChanges:
         device, n = self._device, len(self._members)
         self._group = DeviceGroup([(it.tensor, None) for it in self._members], self._kind, device)
         self._group.batch.prepare("write")  # which may fail, and not between two writes
-        with gpu.current(device):
+        with on_device(device):
             self._result = gpu.zeros(44 * n, "u1", device)  # four sums of each, checks, and faults
             self._totals = gpu.zeros(MAX_CLASSES * self._group.batch.chunks, "<u4", device)
             if self._whole:
-                sums, totals, stream = self._result.data_ptr(), self._totals.data_ptr(), gpu.stream_of(device)
+                sums, totals, stream = self._result.data_ptr(), self._totals.data_ptr(), stream_of(device)
                 self._group.batch.survey(*self._group.arrays, self._image, sums, totals, stream)
 
     def _batches(self) -> Iterator[range]:
@@ -178,7 +179,7 @@ class SparseChanges:
             data[payload:] = 0
         finally:
             wait()
-        with gpu.current(device):
+        with on_device(device):
             sent, (changes, starts, offsets, used, at) = upload.send()
             room = [torch.empty(b * total, dtype=torch.uint8, device=device) for b in (2, self._kind[0]) * 2]
             unsorted, found = (Changes(*(part.data_ptr() for part in pair)) for pair in (room[:2], room[2:]))
@@ -187,7 +188,7 @@ class SparseChanges:
             checks = self._result.data_ptr() + 32 * len(self._members) + 8 * batch.start
             bad = self._result.data_ptr() + 40 * len(self._members) + 4 * batch.start
             totals = self._totals.data_ptr() + 4 * MAX_CLASSES * int(self._group.firsts[batch.start])
-            good, stream = whole_chunks.data_ptr(), gpu.stream_of(device)
+            good, stream = whole_chunks.data_ptr(), stream_of(device)
             lists, data_at = Lists(changes, starts), (at, offsets, used)
             group.batch.decode(
                 *group.arrays, self._image, totals, lists, data_at, unsorted, good, bad, stream
@@ -274,5 +275,5 @@ class SparseChanges:
             if member.entry.name in self._names and not member.tensor.is_inference():
                 torch.autograd.graph.increment_version(member.tensor)
         for it in self._chosen:
-            with gpu.current(self._device):
-                it.group.batch.write(*it.group.arrays, it.lists, it.changes, gpu.stream_of(self._device))
+            with on_device(self._device):
+                it.group.batch.write(*it.group.arrays, it.lists, it.changes, stream_of(self._device))

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, ChangeModel, Sparse, chunk_count
 from tpde.codec.native import Bytes
+from tpde.cuda import backend
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
-from tpde.store import device_copies as gpu
+from tpde.frameworks import on_device, stream_of
 from tpde.weights.launch import capturing, upload
 from tpde.weights.source import Decoder
 
@@ -29,7 +30,7 @@ _SCRATCH_BYTES = 64 << 20
 
 def by_kernels(device: torch.device) -> bool:
     """Whether kernels decode changes on a device, not the CPU core."""
-    return device.type == "cuda"
+    return device.type == backend.current().kind
 
 
 class Coding:
@@ -191,9 +192,9 @@ class _Pieces:
         """Change the tensors in a buffer of bytes, on the current stream."""
         from tpde.cuda.delta_kernels import Changes, Lists
 
-        with gpu.current(self._device):
+        with on_device(self._device):
             placed = torch.add(self._items, self._based, alpha=out.data_ptr())
-            items, stream = placed.data_ptr(), gpu.stream_of(self._device)
+            items, stream = placed.data_ptr(), stream_of(self._device)
             room = [
                 torch.empty(size * self._count, dtype=torch.uint8, device=self._device)
                 for size in (2, self._word) * 2
