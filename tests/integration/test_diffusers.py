@@ -399,9 +399,7 @@ def test_a_budget_that_cannot_work_is_refused_before_anything_is_read(
 def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated already does not count, and what comes later is not limited."""
     from tpde.integrations.diffusers.streamed import planned
-    from tpde.memory import allowance
 
-    monkeypatch.setattr(allowance, "_budgets", {})
     card = Card(monkeypatch)
     card.free, card.reserved = 4 * GIB, 11 * GIB
     model = unet()

@@ -222,12 +222,10 @@ def test_a_budget_for_a_model_none_of_whose_weights_stays_packed(
         load(llama.packed, dtype=torch.float64, vram=caught.value.least, ram=ram)
 
 
-def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_ram_beside_what_is_allocated(card: Card) -> None:
     """What the process has allocated on the device counts towards `vram`, not towards `ram`."""
-    from tpde.memory import allowance
     from tpde.planning.shortages import too_little_ram
 
-    monkeypatch.setattr(allowance, "_budgets", {})
     card.reserved = 3 * GIB
 
     def plan(vram: int) -> Any:
@@ -238,13 +236,11 @@ def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest
     assert (caught.value.least, caught.value.budget) == (656 << 20, "ram")
 
 
-def test_page_tables_are_not_left_to_pytorch(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_tables_are_not_left_to_pytorch(card: Card) -> None:
     from tpde.loading.footprint import FIXED_BYTES, OUTSIDE_BYTES, TYPICAL
-    from tpde.memory import allowance
     from tpde.planning.planner import make_plan
     from tpde.planning.units import Footprint, Unit
 
-    monkeypatch.setattr(allowance, "_budgets", {})
     units, needs = (
         [Unit("linear", 40 * GIB, 60 * GIB, 1 << 20, tile=1 << 24)],
         Footprint(0, 0, 0, FIXED_BYTES),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tpde.memory import allowance
+
 GIB = 1 << 30
 DEVICE = torch.device("cuda", 0)
 
@@ -31,6 +33,7 @@ class Card:
         self.fraction = 1.0
         self.segments: list[dict[str, Any]] = []
         cuda = torch.cuda
+        monkeypatch.setattr(allowance, "_budgets", {})  # those of a real device stay its own
         monkeypatch.setattr(cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(cuda, "memory_reserved", lambda _: self.reserved)
         monkeypatch.setattr(cuda, "memory_allocated", lambda _: self.allocated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpde.codec.selection import CodecName
@@ -15,7 +15,7 @@ from tpde.files.unpack_file import unpack_to
 from tpde.files.verify_file import verify_file
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
-from tpde.io.sources import BytesSource
+from tpde.io.sources import ByteSource, BytesSource
 
 Tensors = Mapping[str, tuple[TensorSpec, bytes]]
 
@@ -39,6 +39,13 @@ def safetensors_bytes(tensors: Tensors, metadata: Mapping[str, str] | None = Non
         at = end
         data.append(content)
     return container(header, b"".join(data))
+
+
+class WatchedFile:
+    """A file whose reads are a function's, which may go on to the file's own."""
+
+    def __init__(self, source: ByteSource, read_into: Callable[[int, memoryview], None]) -> None:
+        self.name, self.size, self.read_into = source.name, source.size, read_into
 
 
 class MemorySource:

@@ -21,7 +21,6 @@ OUTSIDE = GIB // 8
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    monkeypatch.setattr(allowance, "_budgets", {})
     return Card(monkeypatch)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.simulated import MemoryFeed, Probe
+from support.simulated import MemoryFeed, probed
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -22,15 +24,15 @@ from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.io.sources import FileSource  # noqa: E402
-from tpde.loading import budgeted, feeds  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.feeds import Feeds  # noqa: E402
+from tpde.loading.footprint import OUTSIDE_BYTES  # noqa: E402
 from tpde.loading.machine import loading_on  # noqa: E402
-from tpde.memory import allowance  # noqa: E402
+from tpde.loading.runs import Run  # noqa: E402
+from tpde.nn import pack_module  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.streaming.retained import Retained  # noqa: E402
+from tpde.planning.units import Placement  # noqa: E402
 from tpde.streaming.trace import COPY, Trace, TraceSpan  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
@@ -52,30 +54,17 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        self.retained: tuple[Any, ...] = ()
         self.ring = 0
-        self.put: list[str] = []
-        world = self
+        self.placed: list[int] = []  # bytes that were allocated on a device
+        empty = torch.empty
 
-        def retained(*args: Any) -> Retained[Any]:
-            world.retained = args
-            return Retained(*args)
+        def placed(size: Any, *args: Any, device: Any = None, **options: Any) -> Any:
+            if device == SECOND:
+                self.placed.append(size)
+                device = None
+            return empty(size, *args, device=device, **options)
 
-        def put(tensors: Any) -> None:
-            world.put = sorted(it.name for it in tensors)
-
-        class File(FileSource):
-            """Notes when it is closed first."""
-
-            def close(self) -> None:
-                name = Path(self.name).name
-                if name not in world.log:
-                    world.log.append(name)
-                super().close()
-
-        monkeypatch.setattr(feeds, "Retained", retained)
-        monkeypatch.setattr(feeds, "put_on_device", put)
-        monkeypatch.setattr(feeds, "FileSource", File)
+        monkeypatch.setattr(torch, "empty", placed)
 
     # ---- a machine ----
 
@@ -86,7 +75,6 @@ class World:
         return Feed(self.log, "disk", 1, given)
 
     def device(self, device: Any, size: int, beside: Any = None) -> Any:
-        assert device == SECOND
         self.ring = size
         return SimpleNamespace(wait=lambda: self.log.append("waited"))
 
@@ -109,9 +97,17 @@ def world(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
+def still_open(sources: Any) -> list[str]:
+    """Which of these are open."""
+    return [Path(it.name).name for it in sources if it.fileno() >= 0]
+
+
 PLAN: Any = SimpleNamespace(
     staging=48, piece=10, ring=1000, retained=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
 )
+
+
+KEPT: Any = {"placements": {"": Placement.HOST}, "vram": GIB, "parts": defaultdict(int)}
 
 
 def stored(checkpoint: Checkpoint, names: str) -> list[Any]:
@@ -128,7 +124,7 @@ def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpo
         assert opened["memory"].given == (list(host), SECOND, told)
     if disk:
         assert opened["disk"].given == (4, 10, SECOND)
-    assert world.put == ["a", "b", "c"], "all tables and maps, at once"
+    assert len(world.placed) == 1, "all tables and maps, at once"
     streamer, tensors = made.open()
     assert sorted(tensors) == ["a", "b", "c"]
     for name, it in tensors.items():
@@ -138,7 +134,9 @@ def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpo
         feed.ahead = 0
     assert all(it.in_host_memory(streamer) for it in tensors.values()), "all are brought by it"
     # What takes longest is kept first.
-    assert world.retained == (1000, 70, 70 + (300 if disk else 400), opened.get("disk"))
+    kept = streamer.ring.retained
+    assert (kept.start, kept.room, kept.wanted) == (1000, 70, 70 + (300 if disk else 400))
+    assert kept.feed is opened.get("disk")
     assert world.ring == 1070
     assert (streamer.ring.places, streamer.ring.room) == (5, 10)
     # Memory may still be read to where files lie: it is closed first.
@@ -146,14 +144,17 @@ def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpo
     assert names == [*(["disk"] if disk else []), *(["memory"] if host else []), "one", "two"]
     made.close()
     assert not world.log, "they are the streamer's"
+    assert still_open(streamer.owned[-2:]) == ["one", "two"]
 
 
 def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -> None:
     made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"), world)
-    made.close()
-    assert world.log == ["disk closed", "memory closed", "one", "two"]
-    made.close()
-    assert len(world.log) == 4
+    files = made.owned[2:]
+    assert still_open(files) == ["one", "two"]
+    for _ in range(2):
+        made.close()
+        assert world.log == ["disk closed", "memory closed"]
+        assert not still_open(files)
 
 
 def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint: Checkpoint) -> None:
@@ -167,9 +168,11 @@ def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint
 
     streamer.owned[0].close = fail
     streamer.device.wait = fail
+    files = streamer.owned[2:]
     del streamer, made
     gc.collect()
-    assert world.log == ["failed", "failed", "memory closed", "one", "two"]
+    assert world.log == ["failed", "failed", "memory closed"]
+    assert not still_open(files)
 
 
 def test_nothing_runs_when_the_process_ends(
@@ -186,7 +189,6 @@ def test_nothing_runs_when_the_process_ends(
     monkeypatch.setattr(weakref, "finalize", Noted)
     opened = Feeds(SECOND, PLAN, stored(checkpoint, "a"), [], world)
     streamer = opened.open()[0]
-    monkeypatch.setattr(allowance, "_budgets", {})
     Card(monkeypatch)
     streaming = Streaming(Budget(4 * GIB))
     streaming.decide(DEVICE, lambda _: SimpleNamespace(parts={"pages": 0}))  # type: ignore[arg-type,return-value]
@@ -196,11 +198,13 @@ def test_nothing_runs_when_the_process_ends(
     del streamer
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files here")
 def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "two").write_bytes((tmp_path / "two").read_bytes()[:600])
-    with pytest.raises(Truncated):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Truncated) as caught:
         Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"), world)
-    assert world.log == ["one", "two"]
+    assert len(os.listdir("/proc/self/fd")) == before, f"left to whoever drops `{caught.value}`"
 
 
 # ---- budgets ----
@@ -208,7 +212,6 @@ def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkp
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    monkeypatch.setattr(allowance, "_budgets", {})
     return Card(monkeypatch)
 
 
@@ -254,7 +257,7 @@ def test_a_budget_is_taken_of_gpus_only(whole: bool, card: Card) -> None:
     assert (card.fraction < 1.0) == whole
     assert streaming.plans == {torch.device("cpu"): plan, DEVICE: plan}
     if whole:
-        assert card.allowed == 4 * GIB - budgeted.OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
+        assert card.allowed == 4 * GIB - OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
     streaming.close()
     assert card.fraction == 1.0
 
@@ -274,8 +277,9 @@ def test_what_was_done_for_a_model_does_not_count(card: Card) -> None:
 # ---- what is told ----
 
 
-def test_progress_is_told_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe, seen, inside = Probe(threading.RLock()), list[int](), list[int]()
+def test_progress_is_told_by_one_thread_at_a_time(world: World, checkpoint: Checkpoint) -> None:
+    """By whoever reads, in the background, for any device."""
+    seen, inside = list[int](), list[int]()
 
     def told(nbytes: int) -> None:
         if nbytes == 1:
@@ -285,15 +289,18 @@ def test_progress_is_told_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
         seen.append(nbytes)
         probe.asked.set()  # had it not asked
 
-    with monkeypatch.context() as patch:
-        patch.setattr(budgeted.threading, "Lock", lambda: probe)
-        tell = budgeted._one_at_a_time(told)
-    assert tell is not None
+    with loading_on(world):
+        streaming, probe = probed(lambda: Streaming(Budget(GIB), told), "Lock")
+    streaming.plans = {SECOND: SimpleNamespace(**vars(PLAN), **KEPT)}  # type: ignore[dict-item]
+    model = torch.nn.ParameterDict({it: torch.empty(64, 128, device="meta") for it in "abc"})
+    runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
+    streaming.load(model, checkpoint, runs, dict.fromkeys("abc", SECOND))
+    ((memory, *_),) = streaming.feeds.values()
+    tell: Any = memory.given[2]  # type: ignore[attr-defined]
     other = threading.Thread(target=tell, args=(2,))
     tell(1)
     other.join(60)
     assert (inside, seen) == ([0], [1, 2])
-    assert budgeted._one_at_a_time(None) is None
 
 
 class Told:
@@ -356,10 +363,12 @@ def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatc
         def complete(self) -> None:
             log.append(f"{self.name} is there")
 
-    monkeypatch.setattr(budgeted, "prepare_rows", lambda _: log.append("rows"))
+    model = pack_module(torch.nn.Sequential(torch.nn.Embedding(256, 64)), min_bytes=1)
+    rows: Any = model[0].tpde_slots["weight"].packed  # type: ignore[union-attr, index]
+    monkeypatch.setattr(rows, "prepare_rows", lambda: log.append("rows"))
     streaming: Any = Streaming(Budget(GIB))
     streaming.streamers = {DEVICE: Told(object(), Memory("one")), SECOND: Told(Memory("two"))}
-    streaming.begin(torch.nn.ReLU())
+    streaming.begin(model)
     streaming.wait()
     assert log == ["one begins", "two begins", "rows", "one is there", "two is there"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+from support.files import WatchedFile, pack_bytes, safetensors_bytes  # noqa: E402
 from support.kernels import Card  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
@@ -20,9 +21,9 @@ import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, Truncated  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
-from tpde.loading import plain_weights, reading  # noqa: E402
+from tpde.loading import plain_weights  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
-from tpde.loading.plain_weights import decode_runs  # noqa: E402
+from tpde.loading.plain_weights import SCRATCH_LEAST, decode_runs  # noqa: E402
 from tpde.loading.reading import Reader, Reading  # noqa: E402
 from tpde.loading.runs import Run  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
@@ -65,43 +66,61 @@ def threads() -> list[str]:
     return [it.name for it in threading.enumerate() if it.name.startswith("tpde-read")]
 
 
+class Complete:
+    """A batch that is being read; tells when it is there."""
+
+    def __init__(self, reading: Reading, tell: Callable[[], None]) -> None:
+        self._reading, self._tell = reading, tell
+
+    def wait(self) -> None:
+        self._reading.wait()
+        self._tell()
+
+
 class NotedReader(Reader):
-    """Tells what it is asked for."""
+    """Tells what it is asked for, reads by a function, and tells when a batch is there to be decoded."""
 
-    def __init__(self, device: Any, note: Callable[[Sequence[Any], Sequence[Extent]], None]) -> None:
-        super().__init__(device)
-        self._note = note
+    def __init__(
+        self,
+        device: Any,
+        *,
+        note: Callable[[Sequence[Any], Sequence[Extent]], None] = lambda *_: None,
+        read_into: Callable[[Any, int, memoryview], None] = FileSource.read_into,
+        complete: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        super().__init__(device, **options)
+        self._note, self._read_into, self._complete = note, read_into, complete
 
-    def begin(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> Reading:
+    def begin(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
         self._note(tensors, extents)
-        return super().begin(tensors, extents)
+        watched = [
+            it._replace(source=WatchedFile(it.source, partial(self._read_into, it.source))) for it in extents
+        ]
+        return Complete(super().begin(tensors, watched), self._complete)
 
 
 class Watched:
     """Notes what is read and decoded, and where in the room for blobs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
         self.rooms: list[int] = []
+        self.told: list[int] = []
         self._held: dict[str, tuple[int, int]] = {}
-        decoder = plain_weights.decoder
 
-        def decoded(items: Any) -> Any:
-            ((packed, _),) = items
-            done = decoder(items)
-
-            def decode(out: Any) -> None:
-                done(out)
-                self.log.append(("decoded", packed.name))
-                del self._held[packed.name]
-
-            return decode
-
-        monkeypatch.setattr(plain_weights, "decoder", decoded)
-
-    def reader(self, device: Any) -> Reader:
+    def reader(self, device: Any, **options: Any) -> Reader:
         """What reads."""
-        return NotedReader(device, self._read)
+        return NotedReader(device, note=self._read, **options)
+
+    def decoded(self, size: int) -> None:
+        """Those that come next are decoded, of so many bytes."""
+        self.told.append(size)
+        while size > 0:
+            name = next(iter(self._held))
+            size -= self._held.pop(name)[1]
+            self.log.append(("decoded", name))
+        assert not size
 
     def _read(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> None:
         for tensor, extent in zip(tensors, extents, strict=True):
@@ -122,75 +141,70 @@ class Watched:
 
 
 def decode(
-    model: Any, checkpoint: Checkpoint, room: int, make_reader: Callable[[Any], Reader] = Reader
-) -> list[int]:
-    told: list[int] = []
-    decode_runs(model, runs_of(checkpoint), CPU, told.append, room, make_reader)
-    return told
+    model: Any,
+    checkpoint: Checkpoint,
+    room: int,
+    make_reader: Callable[[Any], Reader] = Reader,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    decode_runs(model, runs_of(checkpoint), CPU, progress, room, make_reader)
+
+
+def room_for_two(checkpoint: Checkpoint) -> int:
+    return 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
 
 
 @pytest.mark.parametrize("fit", [0.0, 0.5, 1.0, 2.0, 2.5, 4.0, 6.0, 100.0])
-def test_bits_and_room(
-    fit: float, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_and_room(fit: float, weights: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Bits, order and room, with room for so many of the smaller blobs."""
-    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
     sizes = {name: -(-it.extent.size // 256) * 256 for name, it in checkpoint.packed.items()}
     room = int(fit * max(sizes[name] for name in NAMES[3:]))
-    watched, model = Watched(monkeypatch), model_of(weights)
-    told = decode(model, checkpoint, room, watched.reader)
+    watched, model = Watched(), model_of(weights)
+    decode(model, checkpoint, room, watched.reader, watched.decoded)
     for name, it in model.named_parameters():
         assert torch.equal(it.detach().view(torch.int16), weights[name].view(torch.int16)), name
     for what in ("read", "decoded"):
         assert [name for it, name in watched.log if it == what] == NAMES
-    assert sum(told) == sum(it.extent.size for it in checkpoint.packed.values())
-    for i, have in enumerate(watched.rooms):
-        largest = max(sizes[name] for name in NAMES[i:])
-        assert have <= (room if largest <= room else 2 * largest)
+    assert sum(watched.told) == sum(it.extent.size for it in checkpoint.packed.values())
+    largest = max(sizes.values())
+    assert max(watched.rooms) <= (room if largest <= room else 2 * largest)
     assert (watched.ahead() > 1) == (fit >= 2)
     assert not threads()
 
 
 def test_a_batch_is_read_while_the_one_before_is_decoded(
-    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    weights: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     """Decoding the first waits here until the second is being read."""
     read = threading.Event()
-    real, second = FileSource.read_into, checkpoint.packed[NAMES[1]].extent
+    second = checkpoint.packed[NAMES[1]].extent
 
     def read_into(source: FileSource, offset: int, out: memoryview) -> None:
-        real(source, offset, out)
-        if offset == second.offset and threading.current_thread().name.startswith("tpde-read"):
+        source.read_into(offset, out)
+        if offset == second.offset:
             read.set()
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    decoder = plain_weights.decoder
-
-    def decoded(items: Any) -> Any:
+    def complete() -> None:
         assert read.wait(60), "the second batch is not read before the first is decoded"
-        return decoder(items)
 
-    monkeypatch.setattr(plain_weights, "decoder", decoded)
-    decode(model_of(weights), checkpoint, 2 * max(it.extent.size + 256 for it in checkpoint.packed.values()))
+    reader = partial(NotedReader, read_into=read_into, complete=complete)
+    decode(model_of(weights), checkpoint, room_for_two(checkpoint), reader)
 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[4], NAMES[-1]])
-def test_a_read_that_fails(
-    name: str, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails(name: str, weights: dict[str, Any], checkpoint: Checkpoint) -> None:
     """What was read before is decoded; what would be read after it is not."""
-    real, at = FileSource.read_into, checkpoint.packed[name].extent.offset
+    at = checkpoint.packed[name].extent.offset
 
     def read_into(source: FileSource, offset: int, out: memoryview) -> None:
-        if offset == at and threading.current_thread().name.startswith("tpde-read"):
+        if offset == at:
             raise Truncated("the disk ends here")
-        real(source, offset, out)
+        source.read_into(offset, out)
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    watched = Watched(monkeypatch)
-    room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
+    watched = Watched()
+    reader = partial(watched.reader, read_into=read_into)
     with pytest.raises(Truncated, match="ends here"):
-        decode(model_of(weights), checkpoint, room, watched.reader)
+        decode(model_of(weights), checkpoint, room_for_two(checkpoint), reader, watched.decoded)
     assert not threads()
     assert ("decoded", name) not in watched.log
     assert {it for what, it in watched.log if what == "decoded"} <= set(NAMES[: NAMES.index(name)])
@@ -200,42 +214,38 @@ class Stop(BaseException):
     """As Ctrl-C."""
 
 
-@pytest.mark.parametrize("error", [Corrupt("damaged"), Stop()], ids=["damage", "interrupt"])
+@pytest.mark.parametrize("error", [Corrupt, Stop], ids=["damage", "interrupt"])
 def test_decoding_that_fails(
-    error: BaseException,
-    weights: dict[str, Any],
-    checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], weights: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     """Whatever ends it while others are read: no thread is left, and what nobody reads yet stays unread."""
-    going, stopped, seen = threading.Event(), threading.Event(), list[int]()
-    second, real = checkpoint.packed[NAMES[1]].extent, FileSource.read_into
-    stop, stops = reading._Work.stop, list[Any]()
+    going, leaving, seen = threading.Event(), threading.Event(), list[int]()
+    first, second = (checkpoint.packed[it].extent for it in NAMES[:2])
 
     def read_into(source: FileSource, offset: int, out: memoryview) -> None:
-        real(source, offset, out)
-        if second.offset <= offset < second.offset + second.size and out.nbytes == 512:
+        source.read_into(offset, out)
+        if error is Corrupt and offset == first.offset:
+            out[:4] = b"none"
+        if second.offset <= offset < second.offset + second.size:
             seen.append(offset)
             going.set()
-            assert stopped.wait(60), "reading is not told to stop"
+            assert leaving.wait(60), "reading goes on"
+            time.sleep(0.05)  # after which it is told to stop
 
-    def decoded(*_: Any) -> Any:
+    class Left(NotedReader):
+        def __exit__(self, *error: object) -> None:
+            leaving.set()
+            super().__exit__(*error)
+
+    def complete() -> None:
         assert going.wait(60)
-        raise error
+        if error is Stop:
+            raise Stop
 
-    def stop_(work: Any) -> None:
-        stop(work)
-        stops.append(work)
-        if len(stops) == 2:  # of the batch that failed, and of the next
-            stopped.set()
-
-    monkeypatch.setattr(reading._Work, "stop", stop_)
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    monkeypatch.setattr(plain_weights, "decoder", decoded)
-    room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
-    with pytest.raises(type(error)):
-        decode(model_of(weights), checkpoint, room, partial(Reader, piece=512, threads=1))
-    assert len(seen) == 1
+    reader = partial(Left, read_into=read_into, complete=complete, piece=512, threads=1)
+    with pytest.raises(error):
+        decode(model_of(weights), checkpoint, room_for_two(checkpoint), reader)
+    assert len(seen) < second.size // 512, "all of it is read"
     assert not threads()
 
 
@@ -309,69 +319,66 @@ def test_a_gpu_tells_damage(card: Card, weights: dict[str, Any], checkpoint: Che
 
 
 class Rooms:
-    """Notes the room that blobs are read to: how large, and that the one before is gone by then."""
+    """Notes the rooms that blobs are read to: how large, and that the one before is gone by then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        self.before: list[StorageWeakRef] = []
-        allocate = plain_weights.allocate
+        self._rooms: list[StorageWeakRef] = []
+        self._beside: dict[int, bool] = {}  # by addresses: a room was there when this was allocated
+        empty = torch.empty
 
-        def allocated(size: int, device: Any, what: str) -> Any:
-            if what != "the room that plain weights are decoded from":
-                return allocate(size, device, what)
-            assert all(it.expired() for it in self.before), "the room before is still there"
-            made = allocate(size, device, what)
-            self.sizes.append(size)
-            self.before.append(StorageWeakRef(made.untyped_storage()))
+        def noted(*args: Any, **options: Any) -> Any:
+            beside = not all(it.expired() for it in self._rooms)
+            made = empty(*args, **options)
+            self._beside[made.data_ptr()] = beside
             return made
 
-        monkeypatch.setattr(plain_weights, "allocate", allocated)
+        monkeypatch.setattr(torch, "empty", noted)
+
+    def reader(self, device: Any) -> Reader:
+        """What reads."""
+        return NotedReader(device, note=self._read)
+
+    def _read(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> None:
+        room = tensors[0].untyped_storage()
+        if self._rooms and not self._rooms[-1].expired():
+            return
+        assert not self._beside[room.data_ptr()], "the room before is still there"
+        self.sizes.append(room.nbytes())
+        self._rooms.append(StorageWeakRef(room))
 
 
-def test_the_room_before_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
+def rooms_for(widths: Sequence[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], ...]:
+    """Decode one row after the other; gives the rooms that were taken, and those that the blobs need."""
+    rows = {f"{i}.weight": torch.randn(1, it).to(torch.bfloat16) for i, it in enumerate(widths)}
+    packed_torch.save_file(rows, folder / "rows.safetensors")
+    with torch.device("meta"):
+        made = [torch.nn.Linear(it, 1, bias=False, dtype=torch.bfloat16) for it in widths]
     rooms = Rooms(monkeypatch)
-    scratch = plain_weights._Scratch([1000, 100, 100], 50, CPU)
-    for number in range(3):
-        scratch.place(number, [])
-    assert rooms.sizes == [1000, 100], "twice as much as is needed would stay"
-    scratch.free()
-    assert rooms.before[-1].expired()
+    with Checkpoint([folder / "rows.safetensors"]) as checkpoint:
+        decode(torch.nn.Sequential(*made), checkpoint, 0, rooms.reader)
+        return rooms.sizes, [-(-checkpoint.packed[it].extent.size // 256) * 256 for it in rows]
 
 
-def test_blobs_are_gone_when_the_next_room_is_taken(
-    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first three are so much larger that their room is too large for the others."""
-    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
-    rooms = Rooms(monkeypatch)
-    real = plain_weights._Scratch
-    monkeypatch.setattr(
-        plain_weights,
-        "_Scratch",
-        lambda sizes, room, device: real(
-            [8 * it if i < 3 else it for i, it in enumerate(sizes)], room, device
-        ),
-    )
-    decode(model_of(weights), checkpoint, 0)
-    assert len(rooms.sizes) == 2
+def test_the_room_before_is_given_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than twice as much as is needed does not stay, nor do the blobs that were there."""
+    rooms, needed = rooms_for([SCRATCH_LEAST, 9000, 9000], tmp_path, monkeypatch)
+    assert needed[0] > SCRATCH_LEAST
+    assert rooms == [needed[0], max(needed[1:])]
 
 
-def test_a_small_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_room_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares a segment of the allocator with others, and would not go back."""
-    rooms = Rooms(monkeypatch)
-    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 1000)
-    scratch = plain_weights._Scratch([1000, 100, 50], 0, CPU)
-    for number in range(3):
-        scratch.place(number, [])
-    assert rooms.sizes == [1000]
+    rooms, needed = rooms_for([90_000, 9000, 8000], tmp_path, monkeypatch)
+    assert rooms == [needed[0]]
+    assert needed[0] > 2 * needed[1]
 
 
 def test_there_is_no_more_room_than_is_of_use(
     weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = max(it.extent.size + 256 for it in checkpoint.packed.values())
-    monkeypatch.setattr(plain_weights, "SCRATCH_BYTES", 2 * size)
-    rooms = Rooms(monkeypatch)
-    decode(model_of(weights), checkpoint, 1 << 30)
-    assert 0 < max(rooms.sizes) <= 2 * size
+    room = room_for_two(checkpoint)
+    monkeypatch.setattr(plain_weights, "SCRATCH_BYTES", room)
+    watched = Watched()
+    decode(model_of(weights), checkpoint, 1 << 30, watched.reader, watched.decoded)
+    assert 0 < max(watched.rooms) <= room

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,21 +20,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.files import WatchedFile  # noqa: E402
 from support.simulated import Probe  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.io.sources import FileSource  # noqa: E402
 from tpde.loading import reading  # noqa: E402
-from tpde.loading.reading import Extent, Reader, read_extents  # noqa: E402
+from tpde.loading.reading import READERS, Extent, Reader, read_extents  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-class Watched:
-    """A file whose reads are a function's, which may go on to the file's own."""
-
-    def __init__(self, source: FileSource, read_into: Callable[[int, memoryview], None]) -> None:
-        self.name, self.size, self.read_into = source.name, source.size, read_into
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def test_what_is_complete_is_used_while_others_are_read(source: FileSource) -> N
         numbers.append(number)
         used.set()
 
-    extents = [Extent(Watched(source, read_into), at, 100_000, "x") for at in (200_000, 0, 100_000)]
+    extents = [Extent(WatchedFile(source, read_into), at, 100_000, "x") for at in (200_000, 0, 100_000)]
     read_extents(extents, CPU, use, group_bytes=100_000)
     assert numbers == [1, 2, 0]
 
@@ -101,7 +97,7 @@ def test_after_a_failure_nobody_reads_the_rest(source: FileSource) -> None:
         elif offset >= 100_000:
             went_on.set()
 
-    extents = [Extent(Watched(source, read_into), at, 100_000, "x") for at in (0, 100_000)]
+    extents = [Extent(WatchedFile(source, read_into), at, 100_000, "x") for at in (0, 100_000)]
     with pytest.raises(OSError, match="it failed"):
         read_extents(extents, CPU, make_reader=partial(Reader, piece=1000, threads=2), group_bytes=100_000)
     assert sorted(it for it in read if it < 100_000) == [0, 1000]
@@ -121,7 +117,7 @@ def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
     from tpde.integrations.transformers import run_memory
 
-    monkeypatch.setattr(run_memory, "free_bytes", lambda _: 1 << 29)
+    Card(monkeypatch).free = 1 << 29
     text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
     with (
         pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cuda:0, 0\.50 GiB are free"),
@@ -142,17 +138,16 @@ def test_what_is_complete_is_not_held(source: FileSource) -> None:
         assert gone() is None
 
 
-@pytest.mark.parametrize(("readers", "processors", "threads"), [(8, 2, 2), (2, 8, 2), (8, 8, 5)])
+@pytest.mark.parametrize(("processors", "pieces", "threads"), [(2, 20, 2), (64, 20, READERS), (64, 5, 5)])
 def test_no_more_threads_than_are_of_use(
-    readers: int, processors: int, threads: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+    processors: int, pieces: int, threads: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them wait here until they have been counted; there are five pieces."""
-    monkeypatch.setattr(reading, "READERS", readers)
-    monkeypatch.setattr(reading, "default_threads", lambda: processors)
+    """All of them wait here until they have been counted."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors), raising=False)
     counted = threading.Event()
-    watched = Watched(source, lambda *_: counted.wait(60) and None)
+    watched, size = WatchedFile(source, lambda *_: counted.wait(60) and None), pieces * 1000 - 7
     with Reader(CPU, piece=1000) as reader:
-        begun = reader.begin([torch.empty(4001, dtype=torch.uint8)], [Extent(watched, 0, 4001, "x")])
+        begun = reader.begin([torch.empty(size, dtype=torch.uint8)], [Extent(watched, 0, size, "x")])
         found = [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
         counted.set()
         begun.wait()
@@ -181,12 +176,12 @@ def test_pieces_are_handed_out_to_one_thread_at_a_time(what: str, source: FileSo
 
 def test_each_piece_is_handed_out_once(source: FileSource) -> None:
     """In the order of files and offsets, whatever that of the extents."""
+    read: list[tuple[int, int]] = []
+    watched = WatchedFile(source, lambda offset, out: read.append((offset, out.nbytes)))
     sizes, places = (250, 0, 100), (500, 300, 100)
-    extents = [Extent(source, at, size, "x") for at, size in zip(places, sizes, strict=True)]
-    work = reading._Work([], extents, 100)
-    assert len(work) == 4
-    wanted = [(2, 0, 100), (0, 0, 100), (0, 100, 100), (0, 200, 50)]
-    assert list(itertools.islice(work, 9)) == wanted
+    extents = [Extent(watched, at, size, "x") for at, size in zip(places, sizes, strict=True)]
+    read_extents(extents, CPU, make_reader=partial(Reader, piece=100, threads=1))
+    assert read == [(100, 100), (500, 100), (600, 100), (700, 50)]
 
 
 # ---- memory for them ----
@@ -217,18 +212,27 @@ class Allocator:
 MIB = 1 << 20
 
 
+def allocated(sizes: Sequence[int], device: Any) -> list[Any]:
+    """Give the tensors that extents of these sizes are read to."""
+    extents = []
+    for size in sizes:
+        source: Any = SimpleNamespace(name="file", size=size, read_into=lambda *_: None)
+        extents.append(Extent(source, 0, size, "x"))
+    return read_extents(extents, device, make_reader=lambda _: Reader(CPU))
+
+
 def test_large_tensors_come_out_of_one_block_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each a multiple of 512 bytes; small ones come out of the allocator's small blocks."""
     made = Allocator(monkeypatch)
     sizes = [MIB, 3 * MIB + 1, 5, MIB + 512]
     with torch.inference_mode():
-        tensors = reading._allocate(sizes, DEVICE)
+        tensors = allocated(sizes, DEVICE)
     assert made.sizes == [("cuda:0", it) for it in (4 * MIB + 1024, *sizes)]
     assert [it.numel() for it in tensors] == sizes
     assert not any(it.is_inference() for it in tensors)
     for device, wanted in ((DEVICE, [MIB, 7]), (CPU, [2 * MIB])):
         made.sizes.clear()
-        reading._allocate(wanted, device)
+        allocated(wanted, device)
         assert made.sizes == [(str(device), it) for it in wanted]
 
 
@@ -242,7 +246,7 @@ def _no_more_than(most: int) -> Callable[[int], None]:
 
 def test_memory_in_pieces_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     Allocator(monkeypatch, _no_more_than(2 * MIB))
-    assert [it.numel() for it in reading._allocate([2 * MIB, 2 * MIB], DEVICE)] == [2 * MIB, 2 * MIB]
+    assert [it.numel() for it in allocated([2 * MIB, 2 * MIB], DEVICE)] == [2 * MIB, 2 * MIB]
 
 
 def test_weights_that_do_not_fit_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +255,13 @@ def test_weights_that_do_not_fit_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         OutOfMemory, match=r"need 4\.00 GiB on cuda:0; 15\.00 GiB are free, but not in one"
     ) as one:
-        reading._allocate([2 * GIB, 2 * GIB], DEVICE)
+        allocated([2 * GIB, 2 * GIB], DEVICE)
     assert (one.value.where, one.value.needed) == ("cuda:0", 4 * GIB)
     card.free = 3 * GIB
     with pytest.raises(
         OutOfMemory, match=r"the packed weights needs 4\.00 GiB on cuda:0, 3\.00 GiB are free"
     ):
-        reading._allocate([2 * GIB, 2 * GIB], DEVICE)
+        allocated([2 * GIB, 2 * GIB], DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,7 @@ def test_what_a_system_refuses(
 
     Allocator(monkeypatch, fails)
     with pytest.raises(error) as caught:
-        reading._allocate([12], device)
+        allocated([12], device)
     assert type(caught.value) is error
     if error is OutOfMemory:
         assert "host memory, and the system refused" in str(caught.value)
@@ -414,7 +418,7 @@ def test_two_copies_to_a_gpu_are_under_way(source: FileSource, monkeypatch: pyte
 
     with Reader(DEVICE, piece=4096, threads=1) as reader:
         tensors: list[Any] = [OnDevice(streams, 40_000)]
-        reader.begin(tensors, [Extent(Watched(source, read_into), 0, 40_000, "x")]).wait()
+        reader.begin(tensors, [Extent(WatchedFile(source, read_into), 0, 40_000, "x")]).wait()
     assert max(under_way) == 2, "a copy, and the event behind it"
 
 
@@ -432,5 +436,5 @@ def test_copies_that_were_begun_are_waited_for_after_an_error(
     with Reader(DEVICE, piece=4096, threads=1) as reader:
         tensors: list[Any] = [OnDevice(streams, 40_000)]
         with pytest.raises(Truncated, match="ends here"):
-            reader.begin(tensors, [Extent(Watched(source, read_into), 0, 40_000, "x")]).wait()
+            reader.begin(tensors, [Extent(WatchedFile(source, read_into), 0, 40_000, "x")]).wait()
     assert [len(it.jobs) for it in streams.made] == [0]

@@ -42,9 +42,7 @@ def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
 
         def kept() -> list[tuple[int, Piece]]:
             return [
-                (n, it)
-                for n, (unit, i, it) in enumerate(pieces)
-                if made.streamer.ring._retained.find(unit, i)
+                (n, it) for n, (unit, i, it) in enumerate(pieces) if made.streamer.ring.retained.find(unit, i)
             ]
 
         passes(made, units, 1)
@@ -70,7 +68,7 @@ def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
 def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
     """A unit that follows itself is copied to the ring for its next use, and once more, to stay."""
     with Fixture(tmp_path, [300_000, 150_000], places=6, keep=346_614) as made:
-        made.streamer.ring._retained = Retained(
+        made.streamer.ring.retained = Retained(
             6 * ROOM, 346_614, 5_000_000
         )  # other units have not been used yet
         large, small = made.units((0,), (1,))
@@ -83,7 +81,7 @@ def test_only_one_feeds_pieces_are_kept(tmp_path: Path) -> None:
         other = MemoryFeed()
         for tensor in made.tensors[2:]:
             tensor.bind(made.streamer, other)
-        made.streamer.ring._retained = Retained(4 * ROOM, 4_000_000, 1, other)
+        made.streamer.ring.retained = Retained(4 * ROOM, 4_000_000, 1, other)
         units = made.units((0,), (2,), (4,))
         steady = passes(made, units, 3)[-1]
         assert steady == sum(it.extent.size for it in units[0][0].pieces)

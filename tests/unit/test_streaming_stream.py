@@ -125,7 +125,7 @@ def test_any_order_gives_the_same_bytes(
     more: int,
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
-        made.streamer.ring._retained = Retained(places * ROOM, keep, more * made.source.size)
+        made.streamer.ring.retained = Retained(places * ROOM, keep, more * made.source.size)
         made.feed.late, made.feed.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
         for unit, expected in (units[i] for i, times in order for _ in range(times)):

@@ -36,6 +36,11 @@ class Retained(Generic[T]):
     feed : Feed, optional
         Whose pieces stay; by default, anybody's.
 
+    Attributes
+    ----------
+    start, room, wanted, feed
+        The same.
+
     Examples
     --------
     >>> from tpde.io.sources import Extent
@@ -51,19 +56,19 @@ class Retained(Generic[T]):
     """
 
     def __init__(self, start: int, room: int, wanted: int, feed: Feed | None = None) -> None:
-        self._start, self._room, self._wanted, self._feed = start, room, wanted, feed
+        self.start, self.room, self.wanted, self.feed = start, room, wanted, feed
         self._taken = self._seen = 0
         self._stays: dict[T, dict[int, Stay]] = {}
 
     def take(self, piece: Piece) -> int | None:
         """Room for a piece that is copied now; None if it is not to stay, or does not fit."""
-        if self._feed not in (None, piece.feed):
+        if self.feed not in (None, piece.feed):
             return None
         self._seen += piece.extent.size
         taken = self._taken + align(piece.extent.size, _ALIGN)
-        if taken > self._room or taken * self._wanted > self._seen * self._room:
+        if taken > self.room or taken * self.wanted > self._seen * self.room:
             return None
-        place, self._taken = self._start + self._taken, taken
+        place, self._taken = self.start + self._taken, taken
         return place
 
     def put(self, unit: T, number: int, place: int, copied: Event) -> None:

@@ -54,10 +54,12 @@ class Ring:
     room : int
         Bytes of a place; pieces are at most as large.
     retained : Retained, optional
-        Room behind the ring, for pieces that stay.
+        Room behind the ring, for pieces that stay; by default none.
 
     Attributes
     ----------
+    retained : Retained
+        The same.
     prefetch : bool
         Whether copies run ahead of the unit that is wanted.
     copied_bytes, copied_pieces, dropped_pieces : int
@@ -70,8 +72,8 @@ class Ring:
         self.device, self.places, self.room, self.prefetch = device, places, room, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
         self._ahead = 0  # bytes that feeds want to know ahead
+        self.retained: Retained[DecodedPieces] = retained or Retained(0, 0, 0)
         self._order: PrefetchOrder[DecodedPieces] = PrefetchOrder()
-        self._retained: Retained[DecodedPieces] = retained or Retained(0, 0, 0)
         self._planned: deque[_Step] = deque()
         self._reading = 0  # the sum of their `ahead`
         self._cursor: tuple[DecodedPieces, int] | None = None  # what was requested last
@@ -102,11 +104,11 @@ class Ring:
             # In flight first: small models are read ahead more than once, and a piece may have come to stay
             # since its copy to the ring was queued.
             flies = bool(self._flying) and self._flying[0][:2] == (unit, number)
-            stay = None if flies else self._retained.find(unit, number)
+            stay = None if flies else self.retained.find(unit, number)
             if not flies and stay is None:
                 self._plan(unit, number)
                 self._launch()
-                stay = self._retained.find(unit, number)
+                stay = self.retained.find(unit, number)
             if stay is None:
                 flight = self._flying.popleft()
                 freed = self.device.decode(unit.handle, number, flight.place, out, flight.copied)
@@ -119,7 +121,7 @@ class Ring:
 
     def _seek(self, unit: DecodedPieces) -> None:
         """Make the first piece of a unit that has to be copied the next one; drop what was before it."""
-        first = self._retained.missing(unit, len(unit.pieces))
+        first = self.retained.missing(unit, len(unit.pieces))
         if first is None:
             return
         while self._flying and not (self._flying[0].unit is unit and self._flying[0].number == first):
@@ -140,7 +142,7 @@ class Ring:
 
     def _skip(self) -> None:
         """Cancel what has come to stay since it was requested: small models are read ahead more than once."""
-        while self._planned and self._retained.find(self._planned[0].unit, self._planned[0].number):
+        while self._planned and self.retained.find(self._planned[0].unit, self._planned[0].number):
             self._cancel()
 
     def _request(self, unit: DecodedPieces, number: int) -> None:
@@ -172,7 +174,7 @@ class Ring:
         if self._cursor is None:
             return False
         unit, number = self._cursor
-        following = self._retained.missing(unit, len(unit.pieces), number + 1)
+        following = self.retained.missing(unit, len(unit.pieces), number + 1)
         if following is not None:
             self._request(unit, following)
             return True
@@ -180,7 +182,7 @@ class Ring:
         for _ in range(len(self._order)):  # past units that stay
             if after is None:
                 break
-            following = self._retained.missing(after, len(after.pieces))
+            following = self.retained.missing(after, len(after.pieces))
             if following is not None:
                 self._request(after, following)
                 return True
@@ -197,7 +199,7 @@ class Ring:
             begin = time.perf_counter_ns()
             address = step.ticket.wait()
             self.device.trace.wait(begin, time.perf_counter_ns(), piece.extent.name)
-        stay = self._retained.take(piece)
+        stay = self.retained.take(piece)
         place, freed = self._free.popleft() if stay is None else (stay, None)
         if freed is not None:
             self.device.hold(freed)
@@ -207,7 +209,7 @@ class Ring:
         if stay is None:
             self._flying.append(_Flight(step.unit, step.number, place, copied))
         else:
-            self._retained.put(step.unit, step.number, place, copied)
+            self.retained.put(step.unit, step.number, place, copied)
         self.copied_bytes += piece.extent.size
         self.copied_pieces += 1
 
@@ -236,7 +238,7 @@ class Ring:
 
     def _empty(self) -> None:
         self._flying.clear()
-        self._retained.clear()
+        self.retained.clear()
         self._reading = 0
         self._free = deque((i * self.room, None) for i in range(self.places))
         self._cursor = None

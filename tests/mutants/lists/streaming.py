@@ -176,8 +176,8 @@ MUTANTS = (
     mutant(
         "retained-pieces-outgrow-their-room",
         "streaming/retained.py",
-        "        if taken > self._room or taken * self._wanted > self._seen * self._room:\n",
-        "        if taken * self._wanted > self._seen * self._room:\n",
+        "        if taken > self.room or taken * self.wanted > self._seen * self.room:\n",
+        "        if taken * self.wanted > self._seen * self.room:\n",
         "pieces that stay are copied behind their room",
         "unit/test_streaming_retained.py",
         _RING,
@@ -185,7 +185,7 @@ MUTANTS = (
     mutant(
         "retained-pieces-are-of-any-feed",
         "streaming/retained.py",
-        "        if self._feed not in (None, piece.feed):\n            return None\n",
+        "        if self.feed not in (None, piece.feed):\n            return None\n",
         "",
         "what is retained is from the host, though the disk takes longest",
         "unit/test_streaming_retained.py",
