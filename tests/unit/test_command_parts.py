@@ -479,28 +479,40 @@ def test_a_round_trip_tells_what_did_not_shrink_or_differs(monkeypatch: pytest.M
 # ---- `tpde plan`
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Give what was measured; a machine of round numbers."""
-    pytest.importorskip("torch", reason="needs torch")
-    from tpde.loading import devices
-    from tpde.planning.units import Rates
-    from tpde.streaming import rates
+class Measured:
+    """Notes what is measured, of a machine of round numbers."""
 
-    found: list[Any] = []
+    def __init__(self) -> None:
+        from tpde.streaming.rates import Meters
 
-    def disk(files: Any) -> float:
-        found.append(("disk", list(files)))
+        self.log: list[Any] = []
+        self.meters = Meters(self._copy, lambda device: 6e-6, self._disk)
+
+    def _copy(self, device: Any) -> tuple[float, float]:
+        self.log.append(str(device))
+        return 1e9, 4e9
+
+    def _disk(self, files: Any) -> float:
+        self.log.append(list(files))
         return 3e9
 
-    def measure(where: Any, files: Any) -> Rates:
-        found.append((where, list(files)))
-        return Rates(1e9, 2e9, 4e9, 5e9, 6e-6, 7e9)
 
-    monkeypatch.setattr(rates, "disk_rate", disk)
-    monkeypatch.setattr(rates, "measure_rates", measure)
-    monkeypatch.setattr(devices, "checked_device", lambda name, *_: f"checked {name}")
-    return found
+@pytest.fixture
+def measured(launch_on: Any) -> Measured:
+    """Give what was measured, on a machine of two GPUs."""
+    pytest.importorskip("torch", reason="needs torch")
+    launch_on(MadeBackend())
+    return Measured()
+
+
+@pytest.fixture
+def gpus(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch see two GPUs, of which it uses the first."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 FILES = [Path("a")]
@@ -509,42 +521,37 @@ FILES = [Path("a")]
 @pytest.mark.parametrize(
     ("given", "measures", "rates"),
     [
-        ({"copy": 10.0, "memory": 20.0}, [("disk", FILES)], (10e9, 3e9, 20e9)),
+        ({"copy": 10.0, "memory": 20.0}, [FILES], (10e9, 3e9, 20e9)),
         ({"copy": 10.0, "memory": 20.0, "disk": 7.0}, [], (10e9, 7e9, 20e9)),
-        ({"copy": 10.0}, [("checked cuda", FILES)], (10e9, 2e9, 4e9)),
-        ({"memory": 20.0, "disk": 7.0}, [("checked cuda", [])], (1e9, 7e9, 20e9)),
-        ({"device": "cuda:1"}, [("checked cuda:1", FILES)], (1e9, 2e9, 4e9)),
+        ({"copy": 10.0}, ["cuda:0", FILES], (10e9, 3e9, 4e9)),
+        ({"memory": 20.0, "disk": 7.0}, ["cuda:0"], (1e9, 7e9, 20e9)),
+        ({"device": "cuda:1"}, ["cuda:1", FILES], (1e9, 3e9, 4e9)),
     ],
 )
 def test_rates_that_are_given_are_not_measured(
-    given: dict[str, Any], measures: list[Any], rates: tuple[float, ...], measured: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    import torch
-
+    given: dict[str, Any], measures: list[Any], rates: tuple[float, ...], measured: Measured, gpus: None
+) -> None:
     from tpde.cli.plan import _rates
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     every = dict.fromkeys(("device", "copy", "memory", "disk", "call")) | given
-    found = _rates(*every.values(), FILES)
-    assert measured == measures
+    found = _rates(*every.values(), FILES, measured.meters)
+    assert measured.log == measures
     assert (found.copy, found.disk, found.memory) == rates
-    called = _rates(*(every | {"call": 50.0}).values(), FILES)
+    called = _rates(*(every | {"call": 50.0}).values(), FILES, measured.meters)
     assert called.launch == pytest.approx(50e-6)
     assert called.launch != found.launch
 
 
-def test_without_files_no_disk_is_measured(measured: list[Any]) -> None:
+def test_without_files_no_disk_is_measured(measured: Measured) -> None:
     from tpde.cli.plan import _rates
 
-    found = _rates(None, 10.0, 20.0, None, None, [])
-    assert (measured, found.disk) == ([], float("inf"))
+    found = _rates(None, 10.0, 20.0, None, None, [], measured.meters)
+    assert (measured.log, found.disk) == ([], float("inf"))
 
 
-def test_no_gpu_is_no_hindrance_where_a_device_is_named(
-    measured: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
+def test_without_a_gpu_its_rates_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is named is looked for."""
+    torch = pytest.importorskip("torch", reason="needs torch")
 
     from tpde.cli.plan import _rates
 
@@ -558,7 +565,9 @@ def test_no_gpu_is_no_hindrance_where_a_device_is_named(
         _rates(None, None, None, None, None, [])
     assert "`--copy-rate` (" in str(caught.value.hint)
     assert "`--memory-rate` (" in str(caught.value.hint)
-    assert _rates("cuda:0", None, None, None, None, []).copy == 1e9
+    with pytest.raises(errors.UnsupportedDevice, match="no CUDA device that PyTorch can use") as refused:
+        _rates("cuda:0", None, None, None, None, [])
+    assert "`--copy-rate` (" in str(refused.value.hint)
     with pytest.raises(errors.InvalidInput, match="`--device` is what is measured"):
         _rates("cuda:0", 1.0, 2.0, None, None, [])
 

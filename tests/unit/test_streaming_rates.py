@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,9 @@ from support.backends import MadeBackend  # noqa: E402
 from support.cuda import HOST_BYTES, Cuda  # noqa: E402
 
 from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
-from tpde.io.sources import FileSource  # noqa: E402
 from tpde.planning.units import Rates  # noqa: E402
 from tpde.streaming import rates  # noqa: E402
-from tpde.streaming.rates import DiskSample  # noqa: E402
+from tpde.streaming.rates import DiskSample, Meters, copy_rates  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -55,7 +53,6 @@ class Measured(Cuda):
             patch.setattr(self.driver, name, self._free)
         for name, rate in (("cuMemcpyHtoDAsync", HOST_BYTES), ("cuMemcpyDtoDAsync", DEVICE_BYTES)):
             patch.setattr(self.driver, name, partial(self._move, name, rate))
-        patch.setattr(rates, "COPY_BYTES", 8_000_000)
 
     def _said(self, name: str, *values: Any) -> tuple[Any, ...]:
         self.asked.append(name)
@@ -86,7 +83,7 @@ class Measured(Cuda):
 def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
     cuda = Measured(monkeypatch, launch_on)
     cuda.current = 1
-    copy, memory = rates.copy_rates(cuda)
+    copy, memory = copy_rates(cuda)
     assert copy == pytest.approx(HOST_BYTES * 1e9)
     assert memory == pytest.approx(2 * DEVICE_BYTES * 1e9), "each byte is read, and written"
     assert not cuda.there
@@ -99,20 +96,22 @@ def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyP
     cuda = Measured(monkeypatch, launch_on)
     cuda.fails = call
     with pytest.raises(UnsupportedDevice, match=r"refused what measuring needs \(CUDA_ERROR_OUT_OF_MEMORY\)"):
-        rates.copy_rates(cuda)
+        copy_rates(cuda)
     assert not cuda.there, "what was allocated before is given back"
 
 
-def test_all_rates_of_a_machine(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+METERS = Meters(
+    copy=lambda device: (50e9, 4e12), launch=lambda device: 3e-5, disk={("file",): 6e9}.__getitem__
+)
+
+
+def test_all_rates_of_a_machine(launch_on: Any) -> None:
     there = launch_on(MadeBackend())
-    monkeypatch.setattr(rates, "copy_rates", lambda device: (50e9, 4e12))
-    monkeypatch.setattr(rates, "launch_seconds", lambda device: 3e-5)
-    monkeypatch.setattr(rates, "disk_rate", lambda files: 6e9 if files == ["file"] else None)
-    found = rates.measure_rates(torch.device("cuda", 1), ["file"])
+    found = rates.measure_rates(torch.device("cuda", 1), ("file",), METERS)
     assert found == Rates(
         copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5, windows=1.02 * 4e12
     )
-    assert rates.measure_rates(torch.device("cuda")).disk == float("inf")
+    assert rates.measure_rates(torch.device("cuda"), meters=METERS).disk == float("inf")
     assert there.asked == [1, 0]
 
 
@@ -121,11 +120,11 @@ def test_rates_of_a_machine_that_is_not_here() -> None:
     assert rates.given_rates(50e9, 4e12).disk == float("inf")
 
 
-def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+def test_a_device_that_cannot_decode_is_not_measured(launch_on: Any) -> None:
     launch_on(MadeBackend(facts=UnsupportedDevice("too old")))
-    monkeypatch.setattr(rates, "launch_seconds", lambda device: pytest.fail("it is measured"))
+    meters = METERS._replace(launch=lambda device: pytest.fail("it is measured"))
     with pytest.raises(UnsupportedDevice, match="too old"):
-        rates.measure_rates(torch.device("cuda", 0))
+        rates.measure_rates(torch.device("cuda", 0), (), meters)
 
 
 def clock(*took: float) -> Callable[[], float]:
@@ -155,16 +154,21 @@ def test_at_least_one_pass_counts() -> None:
 
 
 def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    rates._synchronize(torch.device("cpu"))
-    assert not waits
-    rates._synchronize(torch.device("cuda", 1))
-    assert waits == [torch.device("cuda", 1)]
-    log: list[str] = []
-    monkeypatch.setattr(rates, "_synchronize", lambda device: log.append("wait"))
-    rates.launch_seconds(CPU, 0.0, clock=lambda: log.append("time") or float(len(log)))
-    assert log == ["wait", "time"] * 2 * (rates.REPEATS + 1)
+    """On the CPU there is nothing to wait for."""
+    log: list[Any] = []
+
+    def time() -> float:
+        log.append("time")
+        return float(len(log))
+
+    to, zeros, device = torch.nn.Module.to, torch.zeros, torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", log.append)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: to(self, CPU, dtype))
+    monkeypatch.setattr(torch, "zeros", lambda *args, device, **more: zeros(*args, device=CPU, **more))
+    for where, needed in ((CPU, ["time"]), (device, [device, "time"])):
+        log.clear()
+        rates.launch_seconds(where, 0.0, clock=time)
+        assert log == needed * 2 * (rates.REPEATS + 1)
 
 
 # ---- disks ----
@@ -192,40 +196,31 @@ def test_a_disk_is_read_until_there_is_enough_and_time_is_over(
     assert found == pytest.approx(read * piece / ((looks - 1) * seconds))
 
 
-def test_no_more_of_files_is_read_than_is_asked_for() -> None:
-    sources: Any = [SimpleNamespace(size=size, name=str(size)) for size in (400, 0, 500, 700)]
-    found = [
-        (it.source.size, it.offset, it.size)
-        for it in rates._pieces(sources, DiskSample(most=1000, piece=300))
-    ]
-    assert found == [(400, 0, 300), (400, 300, 100), (500, 0, 300), (500, 300, 200), (700, 0, 100)]
+def test_no_more_of_files_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    """All of the first ones, in pieces, and a part of the last."""
+    files = [tmp_path / str(size) for size in (400, 0, 500, 700)]
+    for file in files:
+        file.write_bytes(bytes(int(file.name)))
+    for most in (300, 1000, 1600, 2000):
+        sample = DiskSample(most=most, piece=300)
+        assert rates.disk_rate(files, sample, clock=clock(1.0)) == min(most, 1600)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files here")
 def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[FileSource] = []  # which are not collected meanwhile
-
-    class Noted(FileSource):
-        closed = False
-
-        def __init__(self, path: str) -> None:
-            super().__init__(path)
-            made.append(self)
-
-        def close(self) -> None:
-            self.closed = True
-            super().close()
-
-    monkeypatch.setattr(rates, "FileSource", Noted)
+    """Though somebody holds the error, and with it what was open."""
     for name in "ab":
         (tmp_path / name).write_bytes(b"" if name == "a" else bytes(10_000))
-    with pytest.raises(InvalidInput, match="are empty"):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidInput, match="are empty") as empty:
         rates.disk_rate([tmp_path / "a"])
     rates.disk_rate([tmp_path / "a", tmp_path / "b"])
+    assert len(os.listdir("/proc/self/fd")) == before, str(empty)
 
     def fail(*_: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ReadError, match=r"bytes 0 to 10000 of .* the disk failed"):
+    with pytest.raises(ReadError, match=r"bytes 0 to 10000 of .* the disk failed") as failed:
         rates.disk_rate([tmp_path / "b"])
-    assert [it.closed for it in made] == [True] * 4
+    assert len(os.listdir("/proc/self/fd")) == before, str(failed)

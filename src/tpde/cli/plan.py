@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpde.planning.budget import Budget
     from tpde.planning.stream_plan import StreamPlan
     from tpde.planning.units import Rates, Unit
+    from tpde.streaming.rates import Meters
 
 _GB = 1e9
 
@@ -166,13 +167,15 @@ def _rates(
     disk: float | None,
     call: float | None,
     files: Sequence[Path],
+    meters: Meters | None = None,
 ) -> Rates:
     """Those that were given, the others measured."""
     import torch
 
     from tpde.loading.devices import checked_device
-    from tpde.streaming.rates import disk_rate, given_rates, measure_rates
+    from tpde.streaming.rates import Meters, given_rates, measure_rates
 
+    meters = meters or Meters()
     to_read = files if disk is None else ()
     if copy is None or memory is None:
         missing = [it for it, rate in (("--copy-rate", copy), ("--memory-rate", memory)) if rate is None]
@@ -180,14 +183,14 @@ def _rates(
         if device is None and not torch.cuda.is_available():
             what = f", and `{missing[0]}` is not named" if len(missing) == 1 else ""
             raise InvalidInput(f"there is no GPU to measure{what}", hint=hint, where=missing[0])
-        rates = measure_rates(checked_device(device or "cuda", hint), to_read)
+        rates = measure_rates(checked_device(device or "cuda", hint), to_read, meters)
     elif device is not None:
         raise InvalidInput(
             "`--device` is what is measured, and with `--copy-rate` and `--memory-rate` none is",
             hint="leave it out",
         )
     else:
-        rates = given_rates(copy * _GB, memory * _GB, disk_rate(to_read) if to_read else None)
+        rates = given_rates(copy * _GB, memory * _GB, meters.disk(to_read) if to_read else None)
     given = {"copy": copy, "memory": memory, "disk": disk}
     rates = replace(rates, **{key: value * _GB for key, value in given.items() if value is not None})
     return rates if call is None else replace(rates, launch=call / 1e6)

@@ -58,35 +58,6 @@ class DiskSample(NamedTuple):
     piece: int = 32 << 20
 
 
-def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] = ()) -> Rates:
-    """Measure a CUDA device, and the disk that some files are on. Everything that it allocates is freed.
-
-    Parameters
-    ----------
-    device : torch.device
-        With its number.
-    files : sequence of path-like
-        Read in part, past the page cache where the file system allows it. Without files the disk counts as
-        infinitely fast.
-
-    Raises
-    ------
-    UnsupportedDevice, MissingDependency
-        If it is no CUDA device that can decode, or refuses the memory that measuring needs.
-    """
-    if device.type != "cuda":
-        raise UnsupportedDevice(
-            f"rates are measured on CUDA devices, not on `{device}`",
-            hint="name one, or name the rates (`--copy-rate` and `--memory-rate` of `tpde plan`)",
-        )
-    current().facts(device.index or 0)  # says what is missing, if anything is
-    before = launch_seconds(device)
-    copy, memory = copy_rates(device)
-    between = launch_seconds(device)
-    disk = disk_rate(files) if files else _UNLIMITED
-    return _rates(copy, disk, memory, min(before, between, launch_seconds(device)))
-
-
 def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:
     """Rates of a machine that is not here. Its host takes as long as those of H200s for a call."""
     return _rates(copy, _UNLIMITED if disk is None else disk, memory, CALL_SECONDS)
@@ -321,3 +292,45 @@ def _forget(sources: Sequence[FileSource]) -> None:
                 raise read_error(source.name, 0, source.size, error) from error
             if not direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Meters(NamedTuple):
+    """What measures a machine: see the functions that are the defaults."""
+
+    copy: Callable[[torch.device], tuple[float, float]] = copy_rates
+    launch: Callable[[torch.device], float] = launch_seconds
+    disk: Callable[[Sequence[str | os.PathLike[str]]], float] = disk_rate
+
+
+def measure_rates(
+    device: torch.device, files: Sequence[str | os.PathLike[str]] = (), meters: Meters | None = None
+) -> Rates:
+    """Measure a CUDA device, and the disk that some files are on. Everything that it allocates is freed.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its number.
+    files : sequence of path-like
+        Read in part, past the page cache where the file system allows it. Without files the disk counts as
+        infinitely fast.
+    meters : Meters, optional
+        What measures each rate.
+
+    Raises
+    ------
+    UnsupportedDevice, MissingDependency
+        If it is no CUDA device that can decode, or refuses the memory that measuring needs.
+    """
+    if device.type != "cuda":
+        raise UnsupportedDevice(
+            f"rates are measured on CUDA devices, not on `{device}`",
+            hint="name one, or name the rates (`--copy-rate` and `--memory-rate` of `tpde plan`)",
+        )
+    current().facts(device.index or 0)  # says what is missing, if anything is
+    meters = meters or Meters()
+    before = meters.launch(device)
+    copy, memory = meters.copy(device)
+    between = meters.launch(device)
+    disk = meters.disk(files) if files else _UNLIMITED
+    return _rates(copy, disk, memory, min(before, between, meters.launch(device)))

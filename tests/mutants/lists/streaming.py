@@ -812,8 +812,8 @@ MUTANTS = (
     mutant(
         "rates-of-one-time",
         "streaming/rates.py",
-        "min(before, between, launch_seconds(device)))",
-        "max(before, between, launch_seconds(device)))",
+        "min(before, between, meters.launch(device)))",
+        "max(before, between, meters.launch(device)))",
         "a host that was busy for a moment is planned with",
         "integration/test_plan_command.py",
     ),
