@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 from support.backends import MadeBackend
+from support.commands import invoke
 
 from tpde import errors
 from tpde.cli import common, doctor
@@ -208,7 +209,8 @@ def test_a_bar_is_drawn_on_a_terminal_and_moves_by_steps(monkeypatch: pytest.Mon
     with common.progress_bar("packing", lambda: pytest.fail("nobody sees it")) as progress:
         progress(1 << 30)
     assert events == []
-    monkeypatch.setattr(common, "terminal", lambda _: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Screen())
     with common.progress_bar("packing", lambda: 1 << 20) as progress:
         for size in (100 << 10, 100 << 10, 56 << 10, 1, (256 << 10) - 2, 1, 5 << 20):
             progress(size)
@@ -351,13 +353,14 @@ def test_the_process_ends_with_a_number(
 def test_an_interrupt_before_a_command_begins_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from tpde import cli
+    class Interrupted(list[str]):
+        """Arguments during whose reading Ctrl-C is pressed."""
 
-    def interrupted(**_: Any) -> None:
-        raise KeyboardInterrupt
+        def __getitem__(self, which: Any) -> Any:
+            raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", Interrupted(["tpde", "doctor"]))
     try:
         with pytest.raises(SystemExit) as ended:
             cli_main()
@@ -369,30 +372,48 @@ def test_an_interrupt_before_a_command_begins_has_its_exit_code(monkeypatch: pyt
 # ---- `tpde doctor`
 
 
+def checks(code: int = 0) -> dict[str, doctor.Check]:
+    """What `tpde doctor` finds, by names."""
+    done = invoke("doctor", "--json")
+    assert done.exit_code == code, done.output
+    found = json.loads(done.stdout)
+    assert found["ok"] == (code == 0)
+    return {it["name"]: doctor.Check(**it) for it in found["checks"]}
+
+
 def test_a_package_without_its_module_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2")
-    found = doctor._package("no_such_package", "a test", "mend it")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else real(name, *rest)
+    )
+    found = checks()["torch"]
     assert (found.status, found.detail) == ("broken", "version 1.2 is installed without its module")
-    assert (found.required, found.needed_for, found.command) == (False, "a test", "mend it")
+    assert (found.required, found.command) == (False, 'pip install "tpde[torch]"')
+    assert found.needed_for == "tpde.pack_module, tpde.torch, packing .bin and .pt files"
 
 
 def test_required_packages_are_imported_and_others_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tpde_test_bad.py").write_text("raise RuntimeError('first line\\nsecond line')")
+    for name in ("xxhash", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('first line\\nsecond line')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2")
-    assert doctor._package("tpde_test_bad", "a test", "mend it").status == "ok"
-    monkeypatch.setattr(doctor, "_REQUIRED", ("tpde_test_bad",))
-    found = doctor._package("tpde_test_bad", "a test", "mend it")
-    assert (found.status, found.required, found.detail) == ("broken", True, "first line")
-    assert found.command == "mend it"
+    found = checks(common.DAMAGE)
+    assert (found["matplotlib"].status, found["matplotlib"].detail) == ("ok", "1.2")
+    broken = found["xxhash"]
+    assert (broken.status, broken.required, broken.detail) == ("broken", True, "first line")
+    assert broken.command == "pip install --force-reinstall tpde"
 
 
 def test_an_old_python_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, status in (((3, 9, 18), "broken"), ((3, 10, 0), "ok")):
-        monkeypatch.setattr(sys, "version_info", version)
-        own, python = doctor._versions()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "version_info", version)
+            found = checks(common.DAMAGE if status == "broken" else common.OK)
+        own, python = found["tpde"], found["Python"]
         assert (own.status, own.required) == ("ok", True)
         assert (python.status, python.required) == (status, True)
         assert (python.command is None) is (status == "ok")
@@ -405,75 +426,77 @@ def test_the_gpu_is_told_whatever_asking_for_it_raises(launch_on: Any) -> None:
         (RuntimeError("a\nb"), "broken", "a"),
     ):
         launch_on(MadeBackend(facts=error))
-        found = doctor._gpu()
+        found = checks()["GPU"]
         assert (found.status, found.detail, found.required) == (status, detail, False)
 
 
 def test_the_core_is_tested_on_every_path_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.codec import native
+    from tpde.files.reader import PackedFile
 
-    before, tried = native.simd(), []
-    real = doctor._self_test
+    before, tried = native.simd(), list[str]()
+    read = PackedFile.read
 
-    def tested(path: str) -> doctor.Check:
-        assert native.simd() == path
-        tried.append(path)
-        return real(path)
+    def noted(self: PackedFile, name: str, threads: int) -> Any:
+        tried.append(native.simd())
+        return read(self, name, threads)
 
-    monkeypatch.setattr(doctor, "_self_test", tested)
-    core, simd, *tests = doctor._core()
+    monkeypatch.setattr(PackedFile, "read", noted)
+    found = checks()
     assert native.simd() == before
-    assert tried == list(native.simd_available())
-    assert {it.status for it in (core, simd, *tests)} == {"ok"}
-    assert all(it.required for it in (core, simd, *tests))
-    assert f"{before} (selected)" in simd.detail
-    assert simd.detail.count("(selected)") == 1
+    paths = list(native.simd_available())
+    assert [*dict.fromkeys(tried)] == paths
+    core = [found[it] for it in ("core", "SIMD", *(f"self test, {path}" for path in paths))]
+    assert {(it.status, it.required) for it in core} == {("ok", True)}
+    assert f"{before} (selected)" in found["SIMD"].detail
+    assert found["SIMD"].detail.count("(selected)") == 1
 
-    def interrupted(path: str) -> doctor.Check:
+    def interrupted(self: PackedFile, name: str, threads: int) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "_self_test", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        doctor._core()
+    monkeypatch.setattr(PackedFile, "read", interrupted)
+    assert invoke("doctor").exit_code == common.INTERRUPTED
     assert native.simd() == before
 
 
-def test_a_core_that_is_not_there_or_fails_is_a_line_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_that_is_not_there_is_a_line_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.codec import native
-
-    for found, says in (
-        (lambda: "x differs", "x differs"),
-        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-    ):
-        monkeypatch.setattr(doctor, "_round_trip", found)
-        check = doctor._self_test("portable")
-        assert (check.status, check.required, check.detail) == ("broken", True, says)
-        assert check.command is not None
 
     def missing() -> str:
         raise errors.NativeError("no core")
 
     monkeypatch.setattr(native, "simd", missing)
-    (check,) = doctor._core()
-    assert (check.name, check.status, check.required, check.detail) == ("core", "broken", True, "no core")
+    found = checks(common.DAMAGE)
+    assert [it for it in found if it in ("core", "SIMD") or it.startswith("self test")] == ["core"]
+    core = found["core"]
+    assert (core.status, core.required, core.detail) == ("broken", True, "no core")
 
 
-def test_a_round_trip_tells_what_did_not_shrink_or_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "does", "says"),
+    [
+        ("packed_names", lambda file: ["bf16"], "a tensor that should shrink did not"),
+        ("read", lambda *_, **__: 1 / 0, "ZeroDivisionError: division by zero"),
+        ("read", "another byte", "tensor `i32` came back with other bytes"),
+    ],
+)
+def test_a_core_that_fails_is_told(
+    method: str, does: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What did not shrink, what fails, and what differs."""
     from tpde.files.reader import PackedFile
 
-    assert doctor._round_trip() == ""
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedFile, "packed_names", lambda self: ["bf16"])
-        assert doctor._round_trip() == "a tensor that should shrink did not"
     real = PackedFile.read
 
-    def wrong(self: PackedFile, name: str, threads: int) -> Any:
+    def other(self: PackedFile, name: str, threads: int) -> Any:
         data = real(self, name, threads)
         data[-1] ^= name == "i32"
         return data
 
-    monkeypatch.setattr(PackedFile, "read", wrong)
-    assert doctor._round_trip() == "tensor `i32` came back with other bytes"
+    monkeypatch.setattr(PackedFile, method, other if does == "another byte" else does)
+    found = [it for name, it in checks(common.DAMAGE).items() if name.startswith("self test")]
+    assert {(it.status, it.required, it.detail) for it in found} == {("broken", True, says)}
+    assert all(it.command for it in found)
 
 
 # ---- `tpde plan`
@@ -621,14 +644,21 @@ def test_a_plan_as_json_and_as_text_has_all_of_it() -> None:
 
 def test_output_is_dropped_where_nobody_reads_it(tmp_path: Path) -> None:
     """So that Python has nothing to complain of as it ends."""
+
+    @common.guard
+    def unread() -> None:
+        raise BrokenPipeError
+
     kept = os.dup(1)
     try:
         file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
-        common._drop_output()
+        with pytest.raises(typer.Exit) as ended:
+            unread()
         os.write(1, b"lost")
     finally:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(file)
+    assert ended.value.exit_code == common.OK
     assert (tmp_path / "x").read_bytes() == b""

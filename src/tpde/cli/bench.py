@@ -59,8 +59,8 @@ def codec(
     from tpde.files.thread_count import check_threads
 
     count, nbytes = check_threads(threads), _tensor_bytes(tensor)
-    cases = [_Case(name, spec, words, count) for name, spec, words in tensors(nbytes)]
-    copy = _Copy(cases[0].words, count)
+    cases = [Case(name, spec, words, count) for name, spec, words in tensors(nbytes)]
+    copy = Copy(cases[0].words, count)
     for _ in range(1 + ROUNDS):
         for case in cases:
             case.run()
@@ -119,7 +119,7 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-class _Case:
+class Case:
     """One tensor and the times of its runs."""
 
     def __init__(self, name: str, spec: TensorSpec, words: Bytes, threads: int) -> None:
@@ -189,7 +189,7 @@ class _Case:
         }
 
 
-class _Copy:
+class Copy:
     """The machine's limit: the same bytes copied by as many threads."""
 
     def __init__(self, words: Bytes, threads: int) -> None:
@@ -229,11 +229,11 @@ def tensors(nbytes: int) -> list[tuple[str, TensorSpec, Bytes]]:
         return random.standard_normal((n, COLUMNS), np.float32) * scale[:n]
 
     made = [
-        ("bf16", "BF16", _bfloat16(weights(2))),
+        ("bf16", "BF16", bfloat16(weights(2))),
         ("fp16", "F16", weights(2).astype(np.float16)),
         ("fp32", "F32", weights(4)),
-        ("E4M3", "F8_E4M3", _e4m3(weights(1))),
-        ("bf16 in fp32", "F32", _bfloat16(weights(4)).astype(np.uint32) << np.uint32(16)),
+        ("E4M3", "F8_E4M3", e4m3(weights(1))),
+        ("bf16 in fp32", "F32", bfloat16(weights(4)).astype(np.uint32) << np.uint32(16)),
     ]
     return [
         (name, TensorSpec(dtype, array.shape), array.reshape(-1).view(np.uint8))
@@ -241,7 +241,7 @@ def tensors(nbytes: int) -> list[tuple[str, TensorSpec, Bytes]]:
     ]
 
 
-def _bfloat16(array: Any) -> Any:
+def bfloat16(array: Any) -> Any:
     """Round float32 to bfloat16, to nearest, ties to even; as 16-bit words."""
     import numpy as np
 
@@ -250,7 +250,7 @@ def _bfloat16(array: Any) -> Any:
     return ((words + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
 
 
-def _e4m3(array: Any) -> Any:
+def e4m3(array: Any) -> Any:
     """Quantize float32 to E4M3 with a scale for each row that takes its largest number to 448."""
     import numpy as np
 
