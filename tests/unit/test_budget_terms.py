@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from tpde.errors import OutOfMemory
-from tpde.planning import candidates as chosen
 from tpde.planning import shortages, token_work
 from tpde.planning.budget import Budget
 from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Candidate, Tally, candidates, tally
@@ -147,14 +146,28 @@ def sized(*packed: int) -> list[Unit]:
 def test_what_fits_is_spread_and_leaves_no_room_for_more(
     packed: tuple[int, ...], room: int, kept: str
 ) -> None:
-    assert [it.name for it in chosen._within(sized(*packed), room)] == [*kept]
+    """Of host memory, beside what is read to."""
+    units = sized(*(100 * MIB * it for it in packed))
+    found = tally(Candidate(frozenset(), frozenset()), units, 100 * MIB * room + STAGING_LEAST)
+    assert found.staging in (0, STAGING_LEAST)
+    assert {it.name for it in units} - found.on_disk == {*kept}
 
 
-def test_how_many_units_are_tried() -> None:
-    assert chosen._levels(0) == [0]
-    assert chosen._levels(3) == [0, 1, 2, 3]
-    assert chosen._levels(128) == [*range(129)]
-    assert chosen._levels(256) == [*range(0, 257, 2)]
+def together(names: frozenset[str]) -> str:
+    return "".join(sorted(names))
+
+
+def subsets(units: list[Unit]) -> list[str]:
+    """Which units are tried packed, with all others streamed."""
+    *found, every = (together(it.packed) for it in candidates(units) if not it.plain)
+    assert every == together(frozenset(it.name for it in units)), "before some of all are plain"
+    return found
+
+
+@pytest.mark.parametrize(("units", "step"), [(0, 1), (3, 1), (128, 1), (256, 2)])
+def test_how_many_units_are_tried(units: int, step: int) -> None:
+    made = [Unit(chr(1000 + i), 10, 10, 0) for i in range(units)]
+    assert [len(it) for it in subsets(made)] == [*range(0, units + 1, step)]
 
 
 @pytest.mark.parametrize(
@@ -163,30 +176,28 @@ def test_how_many_units_are_tried() -> None:
         ((10, 5, 5, 1), ["0", "012"]),
         ((4, 3, 2, 1, 1), ["0", "01", "012"]),
         ((5, 4, 3, 2, 1), ["0", "01", "012"]),
-        ((1, 2, 3), ["2", "21"]),
+        ((1, 2, 3), ["2", "12"]),
         ((5,), []),
         ((5, 5), []),
     ],
 )
 def test_units_larger_than_all_others(sizes: tuple[int, ...], found: list[str]) -> None:
-    assert ["".join(it.name for it in some) for some in chosen._largest(sized(*sizes))] == found
-
-
-def together(names: frozenset[str]) -> str:
-    return "".join(sorted(names))
+    """Plain, whatever the others are."""
+    plain = [it.plain for it in candidates(sized(*sizes)) if len(it.plain) + len(it.packed) < len(sizes)]
+    assert [*dict.fromkeys(map(together, plain))] == ["", *found]
 
 
 def test_subsets_of_units_of_one_size_and_of_few_others() -> None:
-    few = [together(it) for it in chosen._subsets(sized(10, 10, 10, 5))]
+    few = subsets(sized(10, 10, 10, 5))
     assert few == ["", "2", "12", "012", "3", "23", "123", "0123"]
-    assert [together(it) for it in chosen._subsets([])] == [""]
+    assert subsets([]) == [""]
     # The group with most bytes is the main one, and of three others all subsets are tried.
-    three = [together(it) for it in chosen._subsets(sized(11, 6, 6, 1, 2))]
+    three = subsets(sized(11, 6, 6, 1, 2))
     assert len(three) == 3 * 8
     assert {"", "2", "12"} < {*three}
     assert "1" not in three
     # Of more, only evenly spread ones.
-    more = [together(it) for it in chosen._subsets(sized(50, 1, 2, 3, 4))]
+    more = subsets(sized(50, 1, 2, 3, 4))
     assert more == [a + b for b in ("", "4", "24", "234", "1234") for a in ("", "0")]
 
 
@@ -371,7 +382,8 @@ def test_too_little_host_memory_is_named() -> None:
         3 * MIB + 1,
     )
     assert error.budget == "ram"
-    assert [shortages._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
+    for ram, said in ((MIB - 1, "1048575 bytes"), (MIB, "1 MiB"), (2 * MIB - 1, "1 MiB")):
+        assert f"`ram` is {said}, " in str(shortages.too_little_ram(3 * MIB, ram))
 
 
 @pytest.mark.parametrize(
