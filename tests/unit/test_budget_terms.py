@@ -196,6 +196,7 @@ def test_subsets_of_units_of_one_size_and_of_few_others() -> None:
     assert len(three) == 3 * 8
     assert {"", "2", "12"} < {*three}
     assert "1" not in three
+    assert "1" in subsets(sized(50, 1, 1)), "the two are the others, though there are more of them"
     # Of more, only evenly spread ones.
     more = subsets(sized(50, 1, 2, 3, 4))
     assert more == [a + b for b in ("", "4", "24", "234", "1234") for a in ("", "0")]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
-from tpde.format import container_reader as parsing
 from tpde.format.constants import DTYPES
 from tpde.format.container import Container, TensorSpec, check_texts
 from tpde.format.container_reader import max_source_header, parse_header, read_container
 from tpde.format.container_writer import canonical_header
+from tpde.format.header_json import parse_any, parse_usual
 from tpde.io.sources import BytesSource
 
 # What the stock library's `serialize` calls the dtypes that it takes from Python.
@@ -304,7 +304,7 @@ def test_garbage_is_collected_afterwards_as_before(header: bytes, enabled: bool)
 def _slow(header: bytes) -> object:
     """What comes of a header where entries are parsed one by one: the entries and metadata, or None."""
     try:
-        return parsing._parse_any(header, "x")
+        return parse_any(header, "x")
     except (Corrupt, NotSafetensors, UnsupportedDtype):
         return None
 
@@ -325,23 +325,21 @@ def _usual_header(tensors: int, separators: tuple[str, str], metadata: object = 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (",", ": ")])
 @pytest.mark.parametrize("metadata", [None, {}, {"a": '},"b\\'}])
 def test_usual_headers_are_parsed_alike_in_blocks(
-    metadata: object, separators: tuple[str, str], block: int, monkeypatch: pytest.MonkeyPatch
+    metadata: object, separators: tuple[str, str], block: int
 ) -> None:
-    monkeypatch.setattr(parsing, "_BLOCK", block)
     for tensors in (1, 2, 50):
         header = _usual_header(tensors, separators, metadata)
         for padding in (b"", b"   "):
-            found = parsing._parse_usual(header + padding)
+            found = parse_usual(header + padding, block)
             assert found is not None
             assert found == _slow(header + padding)
             assert list(found[0]) == list(_slow(header + padding)[0])  # type: ignore[index]
             assert found[0] == parse_header(header + padding, "x").entries
 
 
-def test_entries_longer_than_a_block_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parsing, "_BLOCK", 20)
+def test_entries_longer_than_a_block_are_parsed_one_by_one() -> None:
     header = _usual_header(3, (",", ":"))
-    assert parsing._parse_usual(header) is None
+    assert parse_usual(header, 20) is None
     assert len(parse_header(header, "x").entries) == 3
 
 
@@ -439,13 +437,10 @@ _BOTH = (
 @pytest.mark.parametrize("block", [1, 70, 90, 1 << 20])
 @pytest.mark.parametrize("metadata", [True, False])
 @pytest.mark.parametrize(("old", "new"), _SPOILT)
-def test_what_is_parsed_in_blocks_is_what_json_says(
-    old: str, new: str, metadata: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parsing, "_BLOCK", block)
+def test_what_is_parsed_in_blocks_is_what_json_says(old: str, new: str, metadata: bool, block: int) -> None:
     text = _BOTH if metadata else _BOTH.replace('"__metadata__":{"k":"v"},', "")
     header = text.replace(old, new, 1).encode()
-    found = parsing._parse_usual(header)
+    found = parse_usual(header, block)
     assert found is None or found == _slow(header)
     if found is not None:
         assert [list(part) for part in found] == [list(part) for part in _slow(header)]  # type: ignore[attr-defined]
@@ -465,14 +460,14 @@ def test_no_change_of_a_header_deceives_its_blocks(changes: list[tuple[int, int,
     text = _BOTH
     for at, size, new in changes:
         text = text[:at] + new + text[at + size :]
-    found = parsing._parse_usual(text.encode())
+    found = parse_usual(text.encode())
     assert found is None or found == _slow(text.encode())
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80"])
 def test_names_that_are_no_utf_8_are_refused(raw: bytes) -> None:
     header = _BOTH.encode().replace(b'"a"', b'"' + raw + b'"')
-    assert parsing._parse_usual(header) is None
+    assert parse_usual(header) is None
     with pytest.raises(NotSafetensors, match="not JSON"):
         parse_header(header, "x")
 
@@ -480,11 +475,11 @@ def test_names_that_are_no_utf_8_are_refused(raw: bytes) -> None:
 def test_tensors_out_of_order_are_sorted_and_overlaps_refused_in_blocks_too() -> None:
     entry = '"{}":{{"dtype":"U8","shape":[2],"data_offsets":[{},{}]}}'
     swapped = "{" + ",".join([entry.format("b", 2, 4), entry.format("a", 0, 2)]) + "}"
-    assert parsing._parse_usual(swapped.encode()) is not None
+    assert parse_usual(swapped.encode()) is not None
     assert list(parse_header(swapped.encode(), "x").entries) == ["a", "b"]
     for begin in (0, 1, 3):
         header = "{" + ",".join([entry.format("a", 0, 2), entry.format("b", begin, begin + 2)]) + "}"
-        assert parsing._parse_usual(header.encode()) is not None
+        assert parse_usual(header.encode()) is not None
         with pytest.raises(Corrupt, match=f"`b` starts at {begin}, the one before it ends at 2"):
             parse_header(header.encode(), "x")
 

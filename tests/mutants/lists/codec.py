@@ -335,7 +335,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-pass-over-the-rest",
-        "format/container_reader.py",
+        "format/header_json.py",
         "            if any(gaps) or not names:\n",
         "            if not names:\n",
         "what is no entry of a header is passed over",
@@ -343,7 +343,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-of-any-size",
-        "format/container_reader.py",
+        "format/header_json.py",
         "            if list(map(operator.sub, behind, first)) != [spec.nbytes for spec in found]:\n",
         "            if len(first) != len(found):\n",
         "a tensor reaches into the next one",
@@ -352,7 +352,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-name-one-twice",
-        "format/container_reader.py",
+        "format/header_json.py",
         "return (entries, metadata) if len(entries) == count else None",
         "return entries, metadata",
         "a tensor takes the place of another one of its name",
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     mutant(
         "true-is-a-size",
-        "format/container_reader.py",
+        "format/header_json.py",
         "type(n) is int and n >= 0 for n in values",
         "isinstance(n, int) and n >= 0 for n in values",
         "a shape of truth values is taken",
