@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,12 +84,47 @@ def specs(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
     return {name.replace("_", "."): TensorSpec(*it) for name, it in tensors.items()}
 
 
-def test_the_dtype_of_most_bytes() -> None:
-    main = load_model._main_dtype
-    assert main(specs(a=("BF16", (9,)), b=("F32", (4,)), c=("I64", (99,)))) is BF16
-    assert main(specs(a=("BF16", (9,)), b=("F32", (5,)))) is torch.float32
-    assert main(specs(a=("BF16", (9,)), b=("F32", (5,)), c=("BF16", (2,)))) is BF16
-    assert main(specs(c=("I64", (99,)))) is torch.get_default_dtype()
+class Built:
+    """A class of diffusers: of one model, or one that ends what comes after its files were looked at.
+
+    Attributes
+    ----------
+    dtypes : list of torch.dtype
+        The default one whenever it was built.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self.model, self.dtypes = model, list[torch.dtype]()
+
+    def load_config(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        self.dtypes.append(torch.get_default_dtype())
+        return self.model()
+
+
+def component(folder: Path, found: dict[str, TensorSpec], plain: str = "") -> Path:
+    """Write the file of a component; one of its tensors does not shrink, and small ones do not."""
+    tensors = {name: (it, fill("random" if name == plain else "normal", it)) for name, it in found.items()}
+    (folder / f"{STEM}.safetensors").write_bytes(pack_bytes(safetensors_bytes(tensors)))
+    return folder
+
+
+def test_the_dtype_of_most_bytes(tmp_path: Path) -> None:
+    """Of those that are floats, in which the model is built then."""
+    kind: Any = Built(pytest.fail)
+    many = ("I64", (8192,))  # so many that they are packed
+    for found, needed in (
+        (specs(a=("BF16", (9,)), b=("F32", (4,)), c=many), BF16),
+        (specs(a=("BF16", (9,)), b=("F32", (5,)), c=many), torch.float32),
+        (specs(a=("BF16", (9,)), b=("F32", (5,)), c=("BF16", (2,)), d=many), BF16),
+        (specs(c=many), torch.get_default_dtype()),
+    ):
+        kind.dtypes.clear()
+        with pytest.raises(pytest.fail.Exception):
+            load_model.load(kind, component(tmp_path, found), "cpu")
+        assert kind.dtypes == [needed]
 
 
 def test_what_a_class_keeps_in_32_bits() -> None:
@@ -101,19 +137,19 @@ def test_what_a_class_keeps_in_32_bits() -> None:
         assert expected_dtype(kept, name, BF16) is dtype
 
 
-def test_tensors_that_a_model_has_not_or_lacks() -> None:
-    model = torch.nn.Linear(4, 3)
-    found, folder = specs(weight=("BF16", (3, 4)), bias=("BF16", (3,))), Path("x")
-    load_model._compare(model, found, folder)
+def test_tensors_that_a_model_has_not_or_lacks(tmp_path: Path) -> None:
+    found = specs(weight=("BF16", (64, 128)), bias=("BF16", (64,)))
+    kind: Any = Built(lambda: torch.nn.Linear(128, 64))
+    at, packed = re.escape(str(tmp_path)), TensorSpec("BF16", (8192,))
     for changed, said, where in (
-        ({"bias": None}, "`x` lacks `bias`, which a Linear has", "bias"),
+        ({"bias": None}, f"`{at}` lacks `bias`, which a Linear has", "bias"),
         ({"bias": None, "weight": None}, r"lacks `weight`, which a Linear has \(2 tensors\)", "weight"),
-        ({"more": found["bias"]}, "`x` has `more`, which a Linear has not", "more"),
-        ({"bias": TensorSpec("BF16", (4,))}, r"`bias` has shape \[4\] in `x`.* needs \[3\]", "bias"),
+        ({"more": packed}, f"`{at}` has `more`, which a Linear has not", "more"),
+        ({"bias": packed}, rf"`bias` has shape \[8192\] in `{at}`.* needs \[64\]", "bias"),
     ):
-        given = {name: it for name, it in (found | changed).items() if it is not None}
+        given = {name: it for name, it in (found | changed).items() if it is not None} or {"more": packed}
         with pytest.raises(InvalidInput, match=said) as caught:
-            load_model._compare(model, given, folder)
+            load_model.load(kind, component(tmp_path, given), "cpu")
         assert caught.value.where == where
         assert ("tensors)" in str(caught.value)) == ("2 tensors" in said)
 
@@ -450,24 +486,33 @@ def test_a_streamed_component_that_fails_gives_all_back(fails: str, world: World
     assert world.log[-2:] == ["closed", "files closed"]
 
 
-def test_what_stays_packed_and_in_which_dtype_the_rest_is() -> None:
-    model = Component()
-    model._keep_in_fp32_modules = ["norm"]
-    model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
-    found = {name: TensorSpec("BF16", tuple(it.shape)) for name, it in model.state_dict().items()}
-    found["count"] = TensorSpec("I64", (3,))
-    packed: Any = {name: SimpleNamespace(run=f"run of {name}") for name in found}
-    stay, plain = load_model._sort(model, SimpleNamespace(packed=packed), found, BF16)  # type: ignore[arg-type]
-    assert stay == {"linear.weight": "run of linear.weight"}
+def test_what_stays_packed_and_in_which_dtype_the_rest_is(tmp_path: Path) -> None:
+    class Kept(Component):
+        """Keeps its norm in 32 bits; how many it has seen is a whole number."""
+
+        _keep_in_fp32_modules = ("norm",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+        def register_to_config(self, **given: Any) -> None:
+            """Take what diffusers would keep."""
+
+    found = {name: TensorSpec("BF16", tuple(it.shape)) for name, it in Component().state_dict().items()}
+    folder = component(tmp_path, found | {"count": TensorSpec("I64", (3,))})
+    model: Any = load_model.load(Built(Kept), folder, "cpu", dtype=BF16)  # type: ignore[arg-type]
+    assert isinstance(model.linear.weight, PackedParameter)
     kept = {"norm.weight": torch.float32, "norm.bias": torch.float32, "count": torch.int64}
-    assert plain == {"linear.bias": BF16, "places": BF16} | kept
-    for name, it in model.state_dict().items():
-        assert (it.device.type, it.dtype) == ("meta", plain.get(name, BF16)), name
-    stay, plain = load_model._sort(model, SimpleNamespace(packed=packed), found, torch.float16)  # type: ignore[arg-type]
-    assert not stay, "of another dtype"
-    assert plain["linear.weight"] is torch.float16
-    del packed["linear.weight"]
-    assert not load_model._sort(model, SimpleNamespace(packed=packed), found, BF16)[0]  # type: ignore[arg-type]
+    plain = {"linear.bias": BF16, "places": BF16} | kept
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert {name: it.dtype for name, it in named.items()} == plain | {"linear.weight": BF16}
+    model = load_model.load(Built(Kept), folder, "cpu", dtype=torch.float16)  # type: ignore[arg-type]
+    assert not isinstance(model.linear.weight, PackedParameter), "of another dtype"
+    assert model.linear.weight.dtype is torch.float16
+    component(folder, found | {"count": TensorSpec("I64", (3,))}, plain="linear.weight")
+    model = load_model.load(Built(Kept), folder, "cpu", dtype=BF16)  # type: ignore[arg-type]
+    assert not isinstance(model.linear.weight, PackedParameter), "not so in the file"
 
 
 def test_a_loaded_component_is_finished_and_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
