@@ -25,7 +25,7 @@ from tpde.codec import pool
 from tpde.codec.delta import CHUNK_WORDS
 from tpde.codec.zstd import DECODE_SPEED, LEVEL
 from tpde.codec.zstd import decompress as decompress_frame
-from tpde.cuda import nvcomp
+from tpde.cuda.backend import current
 from tpde.cuda.delta_kernels import Changes, DeltaBatch, Lists, Pair
 from tpde.format.container import TensorSpec
 
@@ -210,6 +210,7 @@ def v3(device: Device) -> Callable[[], None]:
     """Copy the frames, decompress them on the device with nvCOMP, launch once."""
     import torch
 
+    nvcomp = current().nvcomp
     if not nvcomp.available():
         raise ModuleNotFoundError("nvidia.nvcomp")
     frames = device.work.frames
@@ -222,7 +223,7 @@ def v3(device: Device) -> Callable[[], None]:
 
     def run() -> None:
         coded.copy_(pinned, non_blocking=True)
-        nvcomp.decode_frames(
+        nvcomp.decode(
             coded.data_ptr(),
             starts[:-1],
             sizes,

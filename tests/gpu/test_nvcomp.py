@@ -12,15 +12,19 @@ from support.contents import CONTENTS, fill, shapes
 from support.gpu import needs_cuda, torch
 from support.packed import Packed, pack
 
-from tpde.cuda import nvcomp
+from tpde.cuda.backend import CudaBackend
+from tpde.cuda.nvcomp import Nvcomp
+from tpde.cuda.zstd_blob import SCRATCH_BYTES, ZstdBlob
 from tpde.format.container import TensorSpec
 
 pytest.importorskip("nvidia.nvcomp", reason="needs nvCOMP: pip install 'tpde[nvcomp]'", exc_type=ImportError)
 pytestmark = needs_cuda
 
 
-def _decode(packed: Packed, blob: np.ndarray | None = None) -> tuple[bytes, list[int]]:
-    opened = nvcomp.ZstdBlob(packed.header, packed.blob, 0, number=3)
+def _decode(
+    packed: Packed, blob: np.ndarray | None = None, scratch_bytes: int = SCRATCH_BYTES
+) -> tuple[bytes, list[int]]:
+    opened = ZstdBlob(packed.header, packed.blob, 0, number=3, scratch_bytes=scratch_bytes)
     device = torch.from_numpy(np.pad(packed.blob if blob is None else blob, (0, 16))).cuda()
     slots = torch.from_numpy(opened.descriptors).cuda()
     scratch = torch.empty(opened.scratch_bytes, dtype=torch.uint8, device="cuda")
@@ -39,12 +43,12 @@ def _decode(packed: Packed, blob: np.ndarray | None = None) -> tuple[bytes, list
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "BF16", "U16", "F32", "I32", "F64", "I64"])
 def test_contract(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack_everything(monkeypatch)
-    monkeypatch.setattr(nvcomp, "SCRATCH_BYTES", 9 * 4096)  # several runs a blob
+    few = 9 * 4096  # several runs a blob
     for name in CONTENTS:
         for spec in shapes(dtype, 4096):
             packed = pack(spec, fill(name, spec), "zstd") if spec.nbytes else None
             if packed is not None:
-                assert _decode(packed) == (packed.data, [0, 0, 0, 0]), (name, spec)
+                assert _decode(packed, scratch_bytes=few) == (packed.data, [0, 0, 0, 0]), (name, spec)
 
 
 def test_chunks_of_the_size_that_the_planner_gives() -> None:
@@ -62,19 +66,28 @@ def test_another_stream() -> None:
         assert _decode(packed) == (packed.data, [0, 0, 0, 0])
 
 
+class Counted(Nvcomp):
+    """Counts what is decoded, or is not there."""
+
+    def __init__(self, usable: bool) -> None:
+        super().__init__()
+        self.usable, self.calls = usable, 0
+
+    def available(self) -> bool:
+        return self.usable and super().available()
+
+    def decode(self, *given: Any) -> None:
+        self.calls += 1
+        super().decode(*given)
+
+
 @pytest.mark.parametrize("usable", [True, False])
-def test_zstd_blobs_among_others(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_blobs_among_others(usable: bool, launch_on: Any) -> None:
     from tpde.weights.decoder import Materializer
     from tpde.weights.resident import Resident
 
-    monkeypatch.setattr(nvcomp, "_given_up", not usable)
-    calls, original = [], nvcomp.decode_frames
-
-    def counted(*given: Any) -> None:
-        calls.append(given)
-        original(*given)
-
-    monkeypatch.setattr(nvcomp, "decode_frames", counted)
+    nvcomp = Counted(usable)
+    launch_on(CudaBackend(nvcomp=nvcomp))
     specs = [TensorSpec("BF16", (300, 1000)), TensorSpec("I32", (70_000,)), TensorSpec("F32", (200, 200))]
     packed = [pack(spec, fill("normal", spec), codec) for spec in specs for codec in ("zstd", "prefix")]
     blobs = [Resident(torch.from_numpy(p.blob.copy()).cuda(), str(i)) for i, p in enumerate(packed)]
@@ -91,7 +104,7 @@ def test_zstd_blobs_among_others(usable: bool, monkeypatch: pytest.MonkeyPatch) 
         found = out.cpu().numpy()
         for p, offset in zip(packed, offsets, strict=True):
             assert found[offset : offset + len(p.data)].tobytes() == p.data, p.header.spec
-    assert bool(calls) == usable
+    assert bool(nvcomp.calls) == usable
 
 
 def test_damage_is_reported() -> None:

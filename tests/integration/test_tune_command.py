@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -41,9 +40,8 @@ def card(pretended: None, launch_on: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     """One GPU, of which a few matrices fill the cache; where its table is."""
     launch_on(MadeBackend(kernel_on_cpu, CPU))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(product_timing, "on_device", lambda device: contextlib.nullcontext())
-    for name in ("MOST_MATRICES", "LEAST_PRODUCTS", "RUNS"):
-        monkeypatch.setattr(product_timing, name, 2)
+    few = product_timing.Sample(most_matrices=2, least_products=2, runs=2)
+    monkeypatch.setattr(product_timing, "USUAL", few)
     monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path / "cache"))
     return tuning.table_path(CPU)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tpde.cuda.backend import Backend
 from tpde.cuda.capability import DeviceFacts
 
 FACTS = DeviceFacts("simulated", (9, 0), 132, 227 << 10)
+
+NO_NVCOMP = SimpleNamespace(available=lambda: False)
 
 Make = Callable[..., Callable[..., Any]]
 
@@ -63,6 +66,8 @@ class MadeBackend:
         Of every device; or why nothing is known.
     kind : str
         Type of the devices.
+    nvcomp : Nvcomp, optional
+        By default none, of which nobody is warned.
 
     Attributes
     ----------
@@ -75,8 +80,9 @@ class MadeBackend:
         kernel: Callable[..., Any] | None = None,
         facts: DeviceFacts | Exception = FACTS,
         kind: str = "cuda",
+        nvcomp: Any = NO_NVCOMP,
     ) -> None:
-        self._kernel, self._facts, self.kind = kernel, facts, kind
+        self._kernel, self._facts, self.kind, self.nvcomp = kernel, facts, kind, nvcomp
         self.asked: list[int] = []
 
     def driver_version(self) -> tuple[int, int]:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from support.backends import MadeKernel
 from tpde.codec import core_chunks, native
 from tpde.codec.blob import RECORD
+from tpde.codec.native import CoreLayout
 
 
 def memory(address: int, size: int) -> np.ndarray:
@@ -67,6 +69,25 @@ class FakeNvcomp(types.ModuleType):
         self.as_arrays, self.Codec = as_arrays, Codec
         if batches:
             self.BatchArray = Batch
+
+
+def merge_kernel(source: str, name: str, made: dict[str, int], device: int) -> MadeKernel:
+    """Give the merge kernel, of 4096 or fewer words a chunk, on host memory."""
+    assert (source, name, device) == ("merge.cu", "merge", 0)
+
+    def launch(grid: int, block: int, shared: int) -> Any:
+        assert (block, shared) == (128, 0)
+        layout = CoreLayout(
+            words=1,
+            segment_words=1,
+            chunk_words=4096,
+            word_bytes=made["WORD"],
+            rotate=made["ROTATE"],
+            unit_log2=4,
+        )
+        return lambda stream, *given: merge(layout, grid, *(int(value) for value in given))
+
+    return MadeKernel(launch)
 
 
 def merge(

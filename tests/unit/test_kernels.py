@@ -29,10 +29,10 @@ from tpde.cuda import (
     encode,
     geometry,
     items,
-    nvcomp,
     product_ways,
     window_encode,
     window_experts,
+    zstd_blob,
 )
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.compile import Cubins, Nvrtc
@@ -124,7 +124,7 @@ def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
 def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None:
     kinds = []
     for rotate in (0, 1):
-        kinds.append((nvcomp.SOURCE, {"WORD": word, "ROTATE": rotate}))
+        kinds.append((zstd_blob.SOURCE, {"WORD": word, "ROTATE": rotate}))
         kinds.append(
             (delta_kernels.SOURCE, {"WORD": word, "ROTATE": rotate, "THREADS": delta_kernels.THREADS})
         )

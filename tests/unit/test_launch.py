@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import MadeBackend
 from support.contents import fill
 from support.kernels import Card, OnCard, memory
+from support.nvcomp import FakeNvcomp, merge_kernel
 from support.packed import pack
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from tpde.codec.blob import digest, write_constant  # noqa: E402
-from tpde.cuda import nvcomp  # noqa: E402
+from tpde.codec.blob import RECORD, digest, write_constant  # noqa: E402
+from tpde.cuda.nvcomp import Nvcomp  # noqa: E402
 from tpde.errors import Corrupt, UnsupportedDevice  # noqa: E402
+from tpde.format.blob_header import align  # noqa: E402
+from tpde.format.constants import MODE_RAW  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.io.sinks import BytesSink  # noqa: E402
-from tpde.weights import decoder, resident  # noqa: E402
 from tpde.weights import launch as launches  # noqa: E402
+from tpde.weights import resident  # noqa: E402
 from tpde.weights import source as source_of  # noqa: E402
 from tpde.weights.decoder import ChunkDecoder, Materializer  # noqa: E402
 from tpde.weights.launch import Damage, Launch, on_device  # noqa: E402
@@ -132,7 +137,6 @@ def _fresh(size: int) -> Any:
     return torch.full((size,), 0xA5, dtype=torch.uint8)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # nvCOMP is missing
 def test_every_codec_in_one_buffer(card: Card) -> None:
     items, expected = _laid_out(_blobs(card, "prefix", "constant", "zstd", "prefix"))
     decode = Materializer(items, card)
@@ -149,79 +153,97 @@ def test_every_codec_in_one_buffer(card: Card) -> None:
         decode(_fresh(len(expected)))
 
 
-class Frames:
-    """What nvCOMP makes of a blob: all of it, nothing, or an error; and what it reports."""
+@pytest.fixture
+def frames(card: Card, launch_on: Any) -> Callable[[FakeNvcomp], None]:
+    """Let the card have an nvCOMP."""
 
-    scratch_bytes = 100
-    done, report, launched = True, (0, 0, 0, 0), 0
+    def kernel(source: str, *given: Any) -> Any:
+        return merge_kernel(source, *given) if source == "merge.cu" else card.kernel(source, *given)
 
-    def __init__(self, header: Any, blob: np.ndarray, device: Any) -> None:
-        if isinstance(self.done, Exception):
-            raise self.done
-        self.descriptors, self.expected = np.zeros(16, np.uint8), DATA["zstd"]
+    def put(found: FakeNvcomp) -> None:
+        launch_on(MadeBackend(kernel, nvcomp=Nvcomp(lambda: found)))
 
-    def launch(self, descriptors: int, status: int, stream: int, blob: int, scratch: int, out: int) -> bool:
-        Frames.launched += 1
-        if any(self.report):
-            memory(status, 16).view("<u4")[:] = self.report
-        memory(scratch, self.scratch_bytes)[:] = 1
-        if self.done:
-            memory(out, len(self.expected))[:] = np.frombuffer(self.expected, np.uint8)
-        return bool(self.done)
+    return put
 
 
-DATA: dict[str, bytes] = {}
-
-
-@pytest.mark.parametrize("done", [True, False, None])
-def test_frames_that_the_device_decodes(
-    done: bool | None, card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If it can; else the processor does, which is told of by `None` here."""
-    blobs = _blobs(card, "zstd", "prefix")
-    items, expected = _laid_out(blobs)
-    DATA["zstd"] = blobs[0][1]
-    monkeypatch.setattr(Frames, "launched", 0)
-    monkeypatch.setattr(Frames, "done", done)
-    monkeypatch.setattr(nvcomp, "ZstdBlob", Frames)
-    monkeypatch.setattr(nvcomp, "available", lambda: done is not None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 70, raising=False)
-    here: list[str] = []
+def _here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the names of what the processor decodes."""
+    names: list[str] = []
     decode = OnCard.decode_on_host
     monkeypatch.setattr(
-        OnCard, "decode_on_host", lambda self, *args: (here.append(self.name), decode(self, *args))[1]
+        OnCard, "decode_on_host", lambda self, *args: (names.append(self.name), decode(self, *args))[1]
     )
+    return names
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_frames_that_the_device_decodes(
+    there: bool, card: Card, frames: Callable[[FakeNvcomp], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it can; else the processor does."""
+    fake = FakeNvcomp("6.0.0")
+    if there:
+        frames(fake)
+    items, expected = _laid_out(_blobs(card, "zstd", "prefix"))
+    here = _here(monkeypatch)
     run = Materializer(items, card)
     for _ in range(2):
         out = _fresh(len(expected))
-        with monkeypatch.context() as there:
-            there.setattr(torch._C, "_cuda_getDevice", lambda: card.index if done is None else 0)
-            there.setattr(torch.cuda, "device", lambda _: card._switch(0))
-            run(out)
+        run(out)
         assert out.numpy().tobytes() == expected
-    assert Frames.launched == (0 if done is None else 2)
-    assert here == ([] if done else ["w0", "w0"])
-    if done is not None:
-        monkeypatch.setattr(Frames, "report", (1, 0, 3, 0))
-        if done:
-            with pytest.raises(Corrupt, match="`w0`, chunk 3"):
-                run(out)
-        else:  # nothing was decoded
-            run(out)
+    assert bool(fake.calls) == there
+    assert here == ([] if there else ["w0", "w0"])
+    assert {it["cuda_stream"] for it in fake.options} == ({70} if there else set())
 
 
-def test_frames_that_do_not_lie_in_their_chunks_are_damage(
-    card: Card, monkeypatch: pytest.MonkeyPatch
+def test_frames_that_the_device_fails_at(
+    card: Card, frames: Callable[[FakeNvcomp], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((packed, _),) = _blobs(card, "zstd")
-    monkeypatch.setattr(nvcomp, "ZstdBlob", Frames)
-    monkeypatch.setattr(nvcomp, "available", lambda: True)
-    monkeypatch.setattr(Frames, "done", Corrupt("a frame is too long", chunk=5))
-    with pytest.raises(Corrupt, match="`w0`") as caught:
+    """The processor decodes them, each time; nothing is said of them but a warning."""
+    fake = FakeNvcomp("6.0.0")
+    fake.fail = True
+    frames(fake)
+    items, expected = _laid_out(_blobs(card, "zstd", "prefix"))
+    here = _here(monkeypatch)
+    run = Materializer(items, card)
+    out = _fresh(len(expected))
+    with pytest.warns(RuntimeWarning, match="nvCOMP failed"):
+        run(out)
+    assert out.numpy().tobytes() == expected
+    run(out)
+    assert here == ["w0", "w0"]
+    assert len(fake.calls) == 1
+
+
+def test_damage_of_frames_is_named(card: Card, frames: Callable[[FakeNvcomp], None]) -> None:
+    frames(FakeNvcomp("6.0.0"))
+    spec = TensorSpec("BF16", (200_000,))
+    found = pack(spec, fill("normal", spec), "zstd")
+    assert found is not None
+    header, blob, last = found.header, found.blob.copy(), found.header.chunks - 1
+    assert last
+    packed = OnCard(torch.from_numpy(blob), "w0", card)
+    record = blob[header.index_at + 12 * last :][:12].view(RECORD)[0]
+    run = Materializer([(packed, 0)], card)
+    record["checksum"] ^= 1
+    with pytest.raises(Corrupt, match=f"`w0`, chunk {last}"):
+        run(_fresh(spec.nbytes))
+    begin, end = header.chunk_range(last, last)
+    raw = [record["modes"] >> 2 * plane & 3 for plane in range(2)].count(MODE_RAW)
+    at = (int(record["offset"]) << header.unit_log2) + raw * align(end - begin, 16)
+    blob[at + 3] = 0xFF  # the size of its first frame
+    with pytest.raises(Corrupt, match="ends inside a zstd frame") as caught:
         Materializer([(packed, 0)], card)
-    assert (caught.value.tensor, caught.value.chunk) == ("w0", 5)
-    other: Any = SimpleNamespace(codec=SimpleNamespace(gpu=None))
-    assert decoder._frames(other) is None, "of another codec"
+    assert (caught.value.tensor, caught.value.chunk) == ("w0", last)
+
+
+def test_nvcomp_is_looked_for_where_there_are_frames(card: Card, launch_on: Any) -> None:
+    nvcomp = Nvcomp(lambda: pytest.fail("there are none"))
+    launch_on(MadeBackend(card.kernel, nvcomp=nvcomp))
+    items, expected = _laid_out(_blobs(card, "prefix", "constant"))
+    out = _fresh(len(expected))
+    Materializer(items, card)(out)
+    assert out.numpy().tobytes() == expected
 
 
 def test_constants_in_parts(card: Card) -> None:

@@ -2,76 +2,49 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from support.backends import MadeBackend, MadeKernel
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, shapes
-from support.nvcomp import FakeNvcomp, merge
+from support.nvcomp import FakeNvcomp, merge_kernel
 from support.packed import pack
 
 from tpde.codec import selection as planning
 from tpde.codec.blob import BlobWriter
 from tpde.codec.native import Bytes
-from tpde.cuda import nvcomp
+from tpde.cuda.nvcomp import Nvcomp
+from tpde.cuda.zstd_blob import ZstdBlob
 from tpde.errors import Corrupt
 from tpde.format.blob_header import BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_ZSTD, DTYPES
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
-Install = Callable[[Any], None]
+Install = Callable[[Any], Nvcomp]
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Make an import of `nvidia.nvcomp` find a module, or raise."""
-    monkeypatch.setattr(nvcomp, "_given_up", False)
+def install(launch_on: Any) -> Install:
+    """Let the back end have an nvCOMP that finds a module, or raises; the merge runs on host memory."""
 
-    def put(found: Any) -> None:
-        def load(name: str) -> Any:
-            assert name == "nvidia.nvcomp"
+    def put(found: Any) -> Nvcomp:
+        def load() -> Any:
             if isinstance(found, BaseException):
                 raise found
             return found
 
-        nvcomp._module.cache_clear()
-        nvcomp._codec.cache_clear()
-        monkeypatch.setattr(importlib, "import_module", load)
+        made: MadeBackend = launch_on(MadeBackend(merge_kernel, nvcomp=Nvcomp(load)))
+        return made.nvcomp
 
-    yield put
-    nvcomp._module.cache_clear()
-    nvcomp._codec.cache_clear()
-
-
-@pytest.fixture
-def merged_here(launch_on: Any) -> None:
-    """Run the merge on host memory."""
-
-    def kernel(source: str, name: str, made: dict[str, int], device: int) -> MadeKernel:
-        assert (source, name, device) == ("merge.cu", "merge", 0)
-        return MadeKernel(functools.partial(launch, made))
-
-    def launch(made: dict[str, int], grid: int, block: int, shared: int) -> Any:
-        assert (block, shared) == (128, 0)
-        layout = planning.CoreLayout(
-            words=1,
-            segment_words=1,
-            chunk_words=4096,
-            word_bytes=made["WORD"],
-            rotate=made["ROTATE"],
-            unit_log2=4,
-        )
-        return lambda stream, *given: merge(layout, grid, *(int(value) for value in given))
-
-    launch_on(MadeBackend(kernel))
+    return put
 
 
 def _pack(spec: TensorSpec, data: bytes) -> tuple[BlobHeader, Bytes]:
@@ -80,7 +53,7 @@ def _pack(spec: TensorSpec, data: bytes) -> tuple[BlobHeader, Bytes]:
     return packed.header, packed.blob
 
 
-def _decode(header: BlobHeader, blob: Bytes, opened: nvcomp.ZstdBlob) -> tuple[bool, bytes, list[int]]:
+def _decode(header: BlobHeader, blob: Bytes, opened: ZstdBlob) -> tuple[bool, bytes, list[int]]:
     out = np.full(header.spec.nbytes + 16, 0xA5, np.uint8)
     scratch, status = np.empty(opened.scratch_bytes, np.uint8), np.zeros(4, np.uint32)
     read, reports, *addresses = (a.ctypes.data for a in (opened.descriptors, status, blob, scratch, out))
@@ -91,11 +64,9 @@ def _decode(header: BlobHeader, blob: Bytes, opened: nvcomp.ZstdBlob) -> tuple[b
 
 @pytest.mark.parametrize("version", ["5.2.0", "5.3.0", "6.0.0"])
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "BF16", "U16", "F32", "I32", "F64", "I64"])
-def test_every_content(
-    version: str, dtype: str, install: Install, merged_here: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_content(version: str, dtype: str, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     pack_everything(monkeypatch)
-    monkeypatch.setattr(nvcomp, "SCRATCH_BYTES", 5 * 4096)  # several runs a blob
+    few = 5 * 4096  # several runs a blob
     fake = FakeNvcomp(version)
     install(fake)
     for name in CONTENTS:
@@ -104,7 +75,7 @@ def test_every_content(
                 continue
             data = fill(name, spec)
             header, blob = _pack(spec, data)
-            opened = nvcomp.ZstdBlob(header, blob, 0)
+            opened = ZstdBlob(header, blob, 0, scratch_bytes=few)
             assert opened.scratch_bytes <= max(5, DTYPES[dtype].word_bytes) * 4096
             assert _decode(header, blob, opened) == (True, data, [0, 0, 0, 0]), (name, spec)
     assert max(fake.calls) > 1
@@ -129,9 +100,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_one_warning_where_it_cannot_be_used(what: str, install: Install) -> None:
-    install(BROKEN[what])
+    nvcomp = install(BROKEN[what])
     header, blob, _ = _example()
-    opened = nvcomp.ZstdBlob(header, blob, 0)
+    opened = ZstdBlob(header, blob, 0)
     with pytest.warns(RuntimeWarning, match="nvCOMP") as caught:
         assert not _decode(header, blob, opened)[0]
     assert len(caught) == 1
@@ -143,11 +114,11 @@ def test_one_warning_where_it_cannot_be_used(what: str, install: Install) -> Non
         assert not nvcomp.available()
 
 
-def test_one_warning_where_it_fails(install: Install, merged_here: None) -> None:
+def test_one_warning_where_it_fails(install: Install) -> None:
     fake = FakeNvcomp("6.0.0")
     install(fake)
     header, blob, data = _example()
-    opened = nvcomp.ZstdBlob(header, blob, 0)
+    opened = ZstdBlob(header, blob, 0)
     assert _decode(header, blob, opened) == (True, data, [0, 0, 0, 0])
     fake.fail = True
     with pytest.warns(RuntimeWarning, match="nvcompErrorCannotDecompress") as caught:
@@ -161,15 +132,17 @@ def test_one_warning_where_it_fails(install: Install, merged_here: None) -> None
 
 def test_the_default_stream_is_named(install: Install) -> None:
     fake = FakeNvcomp("6.0.0")
-    install(fake)
-    nvcomp._codec(0, 0)
+    nvcomp, content = install(fake), np.zeros(64, np.uint8)
+    frame = np.frombuffer(zstandard.ZstdCompressor().compress(content.tobytes()), np.uint8)
+    assert nvcomp.available()
+    nvcomp.decode(frame.ctypes.data, [0], [frame.size], content.ctypes.data, [0], [64], 0, 0)
     assert fake.options[0]["cuda_stream"] == 1
 
 
-def test_damage_is_found_before_and_after_decoding(install: Install, merged_here: None) -> None:
+def test_damage_is_found_before_and_after_decoding(install: Install) -> None:
     install(FakeNvcomp("6.0.0"))
     header, blob, _ = _example()
-    opened = nvcomp.ZstdBlob(header, blob, 0, number=5)
+    opened = ZstdBlob(header, blob, 0, number=5)
     second = int(np.frombuffer(blob[header.index_at + 12 : header.index_at + 16].tobytes(), "<u4")[0])
     at = second << header.unit_log2
     damaged = blob.copy()
@@ -185,10 +158,10 @@ def test_damage_is_found_before_and_after_decoding(install: Install, merged_here
         damaged = blob.copy()
         damaged[where] = value
         with pytest.raises(Corrupt, match=match) as error:
-            nvcomp.ZstdBlob(header, damaged, 0)
+            ZstdBlob(header, damaged, 0)
         assert error.value.chunk == 1
     with pytest.raises(ValueError, match="codec 1"):
-        nvcomp.ZstdBlob(planning.base_header(header.spec, 1), blob, 0)
+        ZstdBlob(planning.base_header(header.spec, 1), blob, 0)
 
 
 def _frames(header: BlobHeader, blob: Bytes) -> list[int]:
@@ -217,7 +190,7 @@ def _coded() -> tuple[BlobHeader, Bytes, list[int]]:
 def test_frames_end_with_their_chunk() -> None:
     """Not in the next one, though its bytes are there, nor behind the blob."""
     header, blob, starts = _coded()
-    nvcomp.ZstdBlob(header, blob, 0)
+    ZstdBlob(header, blob, 0)
     for chunk in range(3):
         at = starts[chunk]
         first = int(blob[at : at + 4].view("<u4")[0])
@@ -226,43 +199,41 @@ def test_frames_end_with_their_chunk() -> None:
             damaged = blob.copy()
             damaged[second : second + 4] = np.frombuffer(size.to_bytes(4, "little"), np.uint8)
             if good:  # to the last byte of its chunk
-                nvcomp.ZstdBlob(header, damaged, 0)
+                ZstdBlob(header, damaged, 0)
                 continue
             with pytest.raises(Corrupt, match=r"ends inside a zstd frame \(plane 1\)") as caught:
-                nvcomp.ZstdBlob(header, damaged, 0)
+                ZstdBlob(header, damaged, 0)
             assert caught.value.chunk == chunk
     with pytest.raises(Corrupt, match="ends inside a zstd frame") as caught:
-        nvcomp.ZstdBlob(header, blob[:-1], 0)
+        ZstdBlob(header, blob[:-1], 0)
     assert caught.value.chunk == 2
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_frames_of_another_size_than_their_plane_are_refused(
-    more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    header, blob, _ = _coded()
-    real = nvcomp.zstandard.frame_content_size
-    monkeypatch.setattr(nvcomp.zstandard, "frame_content_size", lambda data: real(data) + more)
+def test_frames_of_another_size_than_their_plane_are_refused(more: int) -> None:
+    header, blob, starts = _coded()
+    at = starts[0] + 4 + 5  # behind the frame's magic number and its descriptor: the size less 256
+    assert blob[at : at + 2].tolist() == [0, 1]
+    damaged = blob.copy()
+    damaged[at : at + 2] = np.frombuffer((256 + more).to_bytes(2, "little"), np.uint8)
     with pytest.raises(Corrupt, match=f"a zstd frame of {512 + more} bytes, 512 are needed"):
-        nvcomp.ZstdBlob(header, blob, 0)
+        ZstdBlob(header, damaged, 0)
 
 
-def test_where_frames_lie(install: Install, launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_frames_lie(launch_on: Any) -> None:
     """Runs are of as many chunks as there is room for, and of one at least; each plane has its place."""
     header, blob, starts = _coded()
     given: list[Any] = []
-    monkeypatch.setattr(nvcomp, "decode_frames", lambda *it: given.append(it))
+    noted = SimpleNamespace(available=lambda: True, decode=lambda *it: given.append(it))
     launched: list[Any] = []
 
     def kernel(*which: Any) -> MadeKernel:
         return MadeKernel(lambda *size: lambda *it: launched.append((which, *size, *it)))
 
-    launch_on(MadeBackend(kernel))
-    install(FakeNvcomp("6.0.0"))
+    launch_on(MadeBackend(kernel, nvcomp=noted))
     each = [(0, 1), (1, 2), (2, 3)]
     for planes, runs in ((6, [(0, 3)]), (5, [(0, 2), (2, 3)]), (4, [(0, 2), (2, 3)]), (3, each), (0, each)):
-        monkeypatch.setattr(nvcomp, "SCRATCH_BYTES", 512 * planes)
-        opened = nvcomp.ZstdBlob(header, blob, 2, number=9)
+        opened = ZstdBlob(header, blob, 2, number=9, scratch_bytes=512 * planes)
         given.clear()
         launched.clear()
         assert opened.launch(10, 20, 30, 40, 50, 60)
@@ -284,12 +255,12 @@ def test_where_frames_lie(install: Install, launch_on: Any, monkeypatch: pytest.
             assert all(isinstance(it, np.uint64) for it in rest)
 
 
-def test_a_blob_without_frames_needs_little_room(install: Install, merged_here: None) -> None:
+def test_a_blob_without_frames_needs_little_room(install: Install) -> None:
     words = np.frombuffer(np.random.default_rng(0).bytes(2600), np.uint8)
     header, blob = _written(words)
     fake = FakeNvcomp("6.0.0")
     install(fake)
-    opened = nvcomp.ZstdBlob(header, blob, 0)
+    opened = ZstdBlob(header, blob, 0)
     assert opened.scratch_bytes == 16
     assert _decode(header, blob, opened) == (True, words.tobytes(), [0, 0, 0, 0])
     assert not fake.calls, "there is nothing to decode"
@@ -307,7 +278,7 @@ def test_a_blob_without_frames_needs_little_room(install: Install, merged_here: 
     ],
 )
 def test_versions_whose_api_is_known(version: str, good: bool, install: Install) -> None:
-    install(FakeNvcomp(version))
+    nvcomp = install(FakeNvcomp(version))
     if good:
         assert nvcomp.available()
         return
@@ -318,7 +289,8 @@ def test_versions_whose_api_is_known(version: str, good: bool, install: Install)
 def test_one_codec_is_used_by_one_thread_at_a_time(install: Install) -> None:
     """It is shared by all that use its stream."""
     fake = FakeNvcomp("5.2.0")
-    install(fake)
+    nvcomp = install(fake)
+    assert nvcomp.available()
     inside, most, threads = [0], [0], list[threading.Thread]()
 
     class Watched:
@@ -338,7 +310,7 @@ def test_one_codec_is_used_by_one_thread_at_a_time(install: Install) -> None:
     at = content.ctypes.data
 
     def decode() -> None:
-        nvcomp.decode_frames(at, [0], [8], at, [0], [8], 0, 7)
+        nvcomp.decode(at, [0], [8], at, [0], [8], 0, 7)
 
     fake.Codec = Watched
     decode()
@@ -348,6 +320,7 @@ def test_one_codec_is_used_by_one_thread_at_a_time(install: Install) -> None:
 
 def test_nothing_to_decode_asks_for_no_codec(install: Install) -> None:
     fake = FakeNvcomp("6.0.0")
-    install(fake)
-    nvcomp.decode_frames(0, [], [], 0, [], [], 0, 7)
+    nvcomp = install(fake)
+    assert nvcomp.available()
+    nvcomp.decode(0, [], [], 0, [], [], 0, 7)
     assert not fake.options

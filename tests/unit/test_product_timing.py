@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -16,20 +15,19 @@ from support.pretended import on_cpu, pretended  # noqa: F401
 from tpde.codec.windows import sections
 from tpde.cuda.product_ways import ways_of
 from tpde.errors import OutOfMemory
-from tpde.weights import product_timing
-from tpde.weights.product_timing import RUNS, Timed, on_gpu, time_products
+from tpde.weights.product_timing import Sample, Timed, on_gpu, time_products
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = 40, 300
 
 
+FEW = Sample(cold_bytes=1 << 16, least_products=6)
+
+
 @pytest.fixture(autouse=True)
-def few(pretended: None, launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Few products, on a device without groups of warps."""
+def kernels(pretended: None, launch_on: Any) -> None:  # noqa: F811
+    """A device without groups of warps."""
     launch_on(MadeBackend(kernel_on_cpu, CPU))
-    monkeypatch.setattr(product_timing, "COLD_BYTES", 1 << 16)
-    monkeypatch.setattr(product_timing, "LEAST_PRODUCTS", 6)
-    monkeypatch.setattr(product_timing, "on_device", lambda device: contextlib.nullcontext())
 
 
 class Clock:
@@ -51,19 +49,19 @@ class Clock:
 
 def test_every_way_is_timed_in_turns() -> None:
     clock = Clock(6.0, 3.0)
-    (timed,) = time_products(SHAPE, [3], DEVICE, clock)
+    (timed,) = time_products(SHAPE, [3], DEVICE, clock, FEW)
     ways = ways_of(CPU, sections(*SHAPE), 3)
     assert (timed.rows, timed.columns, timed.x_rows) == (*SHAPE, 3)
     assert [*timed.seconds] == [it.label for it in ways]
     assert len(ways) == 2
-    assert clock.order == [0, 1] + [0, 1] * RUNS  # the first of each warms up
+    assert clock.order == [0, 1] + [0, 1] * FEW.runs  # the first of each warms up
     # Twice is the median of the runs that count; each has 6 products.
     assert [*timed.seconds.values()] == [2.0, 1.0]
     assert timed.default == ways[0].label
     assert timed.best == ways[1].label
 
 
-def test_matrices_are_multiplied_in_turn(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_multiplied_in_turn(launch_on: Any) -> None:
     """There are as many as the cache does not hold, each at an address of its own."""
     places: list[int] = []
 
@@ -71,15 +69,14 @@ def test_matrices_are_multiplied_in_turn(launch_on: Any, monkeypatch: pytest.Mon
         return MadeKernel(lambda *_, **__: lambda stream, *arguments: places.append(int(arguments[0])))
 
     launch_on(MadeBackend(kernel, CPU))
-    monkeypatch.setattr(product_timing, "LEAST_PRODUCTS", 2)
-    for _ in time_products(SHAPE, [1], DEVICE, Clock(1.0)):
+    for _ in time_products(SHAPE, [1], DEVICE, Clock(1.0), FEW._replace(least_products=2)):
         pass
     cycle = [*dict.fromkeys(places)]
     steps = {after - before for before, after in pairwise(cycle)}
     assert len(steps) == 1
     assert steps.pop() * (len(cycle) - 1) < 1 << 16 <= (cycle[1] - cycle[0]) * len(cycle)
     assert places == cycle * (len(places) // len(cycle))
-    assert len(places) // len(cycle) == 2 * (1 + RUNS)  # of each way
+    assert len(places) // len(cycle) == 2 * (1 + FEW.runs)  # of each way
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_a_way_with_other_bits_ends_the_measurement(launch_on: Any) -> None:
 
     launch_on(MadeBackend(kernel, CPU))
     with pytest.raises(AssertionError, match=r"40 x 300, 3 rows of x: other bits by Product.*SHARED.*report"):
-        [*time_products(SHAPE, [3], DEVICE, Clock(1.0))]
+        [*time_products(SHAPE, [3], DEVICE, Clock(1.0), FEW)]
 
 
 def test_ways_without_room_are_left_out(launch_on: Any) -> None:
@@ -119,15 +116,15 @@ def test_ways_without_room_are_left_out(launch_on: Any) -> None:
         return MadeKernel(lambda *_, **__: lambda *arguments: None)
 
     launch_on(MadeBackend(kernel, facts))
-    (timed,) = time_products((16, 2048), [16], DEVICE, Clock(1.0))
+    (timed,) = time_products((16, 2048), [16], DEVICE, Clock(1.0), FEW)
     assert {it.split()[0] for it in timed.seconds} == {"product"}
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(matrix: Any) -> None:
+    def zeros(*size: Any, **options: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.\nMore lines")
 
-    monkeypatch.setattr(product_timing.windowing, "encode", encode)
+    monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(OutOfMemory, match=r"40 x 300 words .* do not fit on cuda:0 .*1 EiB.\); free some"):
         next(time_products(SHAPE, [1], DEVICE))
 

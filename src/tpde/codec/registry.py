@@ -40,7 +40,7 @@ class Gpu(Enum):
     """What rebuilds a tensor on a GPU, from a blob that is there."""
 
     KERNELS = "kernels"  # of `tpde.cuda.decode`: any chunks, and rows
-    NVCOMP = "nvCOMP"  # all of it, by `tpde.cuda.nvcomp` if it is installed, else the CPU
+    NVCOMP = "nvCOMP"  # all of it, by `tpde.cuda.zstd_blob` if it is installed, else the CPU
     FILL = "fill"  # with the header's constant
     NONE = "none"  # the CPU does, and copies it there
 

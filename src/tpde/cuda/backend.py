@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from tpde.cuda.capability import CudaDriver, DeviceFacts, call
 from tpde.cuda.compile import Compiler, Cubins, Nvrtc
+from tpde.cuda.nvcomp import Nvcomp
 from tpde.errors import UnsupportedDevice
 
 
@@ -71,6 +72,10 @@ class Backend(Protocol):
     """
 
     kind: str
+
+    @property
+    def nvcomp(self) -> Nvcomp:
+        """What decodes zstd frames on its devices, if it can."""
 
     def __hash__(self) -> int:
         """Launches are kept by what runs them."""
@@ -178,11 +183,19 @@ class CudaBackend:
         By default the one that is installed.
     compiler : Compiler, optional
         By default NVRTC.
+    nvcomp : Nvcomp, optional
+        By default the one that is installed, if any is.
     """
 
     kind = "cuda"
 
-    def __init__(self, driver: CudaDriver | None = None, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self,
+        driver: CudaDriver | None = None,
+        compiler: Compiler | None = None,
+        nvcomp: Nvcomp | None = None,
+    ) -> None:
+        self.nvcomp = nvcomp or Nvcomp()
         self._driver, self._cubins = driver or CudaDriver(), Cubins(compiler or Nvrtc())
         self._lock, self._stream = threading.Lock(), functools.lru_cache(maxsize=64)(_stream)
         self._kernels: dict[Any, Kernel] = {}

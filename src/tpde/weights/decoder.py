@@ -19,15 +19,15 @@ class _Frames:
     """A zstd blob on a CUDA device, whose frames nvCOMP decodes there."""
 
     def __init__(self, packed: Source) -> None:
-        from tpde.cuda.nvcomp import ZstdBlob
+        from tpde.cuda.zstd_blob import ZstdBlob
 
         self._packed = packed
         try:
-            blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), packed.blob.device.index)
+            blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), packed.device.index)
         except Corrupt as error:
             raise error.of_tensor(packed.name) from error
         self._scratch_bytes = blob.scratch_bytes
-        self._launch = Launch([blob], packed.blob.device)
+        self._launch = Launch([blob], packed.device)
 
     def __call__(self, out: torch.Tensor) -> bool:
         """Decode into `out` on the current stream, and wait for it; False if nvCOMP cannot."""
@@ -41,9 +41,9 @@ class _Frames:
 
 def _frames(packed: Source) -> _Frames | None:
     """What decodes a zstd blob on its device; None, after one warning a process, without nvCOMP."""
-    from tpde.cuda import nvcomp
+    from tpde.cuda.backend import current
 
-    return _Frames(packed) if packed.codec.gpu is Gpu.NVCOMP and nvcomp.available() else None
+    return _Frames(packed) if packed.codec.gpu is Gpu.NVCOMP and current().nvcomp.available() else None
 
 
 def repeat(packed: Source, out: torch.Tensor) -> None:

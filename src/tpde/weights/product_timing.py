@@ -17,16 +17,36 @@ from tpde.format.blob_header import align
 from tpde.weights import windowing
 from tpde.weights.launch import on_device
 
-COLD_BYTES = 256 << 20  # of matrices that are multiplied in turn: several times what caches have
-MOST_MATRICES = 256  # of which small ones, below 512 x 512 words, stay in a cache of 50 MB
-LEAST_PRODUCTS = 32  # timed at a time: what starts a graph takes as long as one or two
-RUNS = 9  # after one that warms up
 LEAST_GAIN = 0.02  # of the default's time, for another way to be chosen: a guess at what is noise
 _AT = 128  # what addresses of matrices are multiples of
 _X_WORDS = X_AT // 2
 
 Enqueue = Callable[[int], None]  # queues something on a stream, by its handle
 Clock = Callable[[Enqueue], Callable[[], float]]  # gives what works, and says how many seconds it takes
+
+
+class Sample(NamedTuple):
+    """How much is multiplied to time a way.
+
+    Attributes
+    ----------
+    cold_bytes : int
+        Of matrices that are multiplied in turn: several times what caches have.
+    most_matrices : int
+        How many these are: of 256, small ones, below 512 x 512 words, stay in a cache of 50 MB.
+    least_products : int
+        That are timed at a time: what starts a graph takes as long as one or two.
+    runs : int
+        After one that warms up.
+    """
+
+    cold_bytes: int = 256 << 20
+    most_matrices: int = 256
+    least_products: int = 32
+    runs: int = 9
+
+
+USUAL = Sample()
 
 
 class Timed(NamedTuple):
@@ -81,7 +101,11 @@ def on_gpu(work: Enqueue) -> Callable[[], float]:
 
 
 def time_products(
-    shape: tuple[int, int], counts: Sequence[int], device: torch.device, clock: Clock = on_gpu
+    shape: tuple[int, int],
+    counts: Sequence[int],
+    device: torch.device,
+    clock: Clock = on_gpu,
+    sample: Sample | None = None,
 ) -> Iterator[Timed]:
     """Time products with matrices of a shape, in every way that the device has room for.
 
@@ -95,6 +119,8 @@ def time_products(
         A CUDA device, with its number.
     clock : callable
         Times work; by default on the GPU.
+    sample : Sample, optional
+        How much is multiplied.
 
     Yields
     ------
@@ -108,7 +134,7 @@ def time_products(
     """
     try:
         with on_device(device):
-            made = _Matrices(*shape, device)
+            made = _Matrices(*shape, device, sample or USUAL)
     except torch.cuda.OutOfMemoryError as error:
         raise OutOfMemory(
             f"matrices of {shape[0]} x {shape[1]} words to be multiplied do not fit on {device} "
@@ -125,8 +151,9 @@ def time_products(
 class _Matrices:
     """Copies of a matrix of weights as they are, normal with rows of different scales."""
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+    def __init__(self, rows: int, columns: int, device: torch.device, sample: Sample) -> None:
         assert device.index is not None
+        self._sample = sample
         self._shape, self._device, self._number = (rows, columns), device, device.index
         self._draw = torch.Generator(device).manual_seed(7)
         plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
@@ -137,7 +164,7 @@ class _Matrices:
         del plain
         blob, self._window = encoded
         step = align(blob.numel(), _AT)
-        count = min(max(-(-COLD_BYTES // step), 1), MOST_MATRICES)
+        count = min(max(-(-sample.cold_bytes // step), 1), sample.most_matrices)
         self._room = torch.zeros(count * step + _AT, dtype=torch.uint8, device=device)
         first = -self._room.data_ptr() % _AT
         self._places = []
@@ -153,7 +180,7 @@ class _Matrices:
         x = torch.zeros(count, wide, dtype=torch.bfloat16, device=self._device)
         x[:, :columns] = torch.randn(count, columns, device=self._device, generator=self._draw)
         y = torch.empty(count, rows, dtype=torch.bfloat16, device=self._device)
-        products = max(LEAST_PRODUCTS, len(self._places))
+        products = max(self._sample.least_products, len(self._places))
         runs: dict[str, Callable[[], float]] = {}
         needed: Tensor | None = None
         for how in ways_of(current().facts(self._number), self._window, count):
@@ -171,7 +198,7 @@ class _Matrices:
                     f"{rows} x {columns}, {count} rows of x: other bits by {how}; report this"
                 )
         taken: dict[str, list[float]] = {label: [] for label in runs}
-        for _ in range(RUNS):
+        for _ in range(self._sample.runs):
             for label, run in runs.items():
                 taken[label].append(run() / products)
         return {label: statistics.median(them) for label, them in taken.items()}

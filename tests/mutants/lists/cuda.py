@@ -40,14 +40,14 @@ MUTANTS = (
     mutant(
         "nvcomp-warns-each-time",
         "cuda/nvcomp.py",
-        "        _given_up = True\n",
+        "            self._given_up = True\n",
         "",
         "each tensor warns that nvCOMP is missing, and tries it again",
         "unit/test_nvcomp.py",
     ),
     mutant(
         "frames-outside-their-chunks",
-        "cuda/nvcomp.py",
+        "cuda/zstd_blob.py",
         "if not at + 4 + size <= end <= blob.size:",
         "if not at + 4 + size <= blob.size:",
         "a frame is read from the next chunk",
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     mutant(
         "frames-of-other-sizes",
-        "cuda/nvcomp.py",
+        "cuda/zstd_blob.py",
         "            if content != n:\n",
         "            if content > n:\n",
         "a plane that is too short is put together with what was there",
