@@ -237,13 +237,17 @@ def test_damage_of_frames_is_named(card: Card, frames: Callable[[FakeNvcomp], No
     assert (caught.value.tensor, caught.value.chunk) == ("w0", last)
 
 
-def test_nvcomp_is_looked_for_where_there_are_frames(card: Card, launch_on: Any) -> None:
-    nvcomp = Nvcomp(lambda: pytest.fail("there are none"))
-    launch_on(MadeBackend(card.kernel, nvcomp=nvcomp))
-    items, expected = _laid_out(_blobs(card, "prefix", "constant"))
-    out = _fresh(len(expected))
+def test_what_neither_kernels_nor_nvcomp_decode(
+    card: Card, launch_on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec that is to come: the processor decodes it, and nvCOMP is not looked for."""
+    launch_on(MadeBackend(card.kernel, nvcomp=Nvcomp(lambda: pytest.fail("there are no frames"))))
+    items, expected = _laid_out(_blobs(card, "zstd"))
+    monkeypatch.setattr(OnCard, "codec", SimpleNamespace(gpu=None))
+    here, out = _here(monkeypatch), _fresh(len(expected))
     Materializer(items, card)(out)
     assert out.numpy().tobytes() == expected
+    assert here == ["w0"]
 
 
 def test_constants_in_parts(card: Card) -> None:
