@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tpde.nn import waiting
+from tpde.nn.waiting import acquire
 
 
 def frames(*modules: str) -> Any:
@@ -23,11 +24,13 @@ def frames(*modules: str) -> Any:
 class Held:
     """A lock that somebody else has until some second; waiting for it takes no time."""
 
-    def __init__(self, until: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, until: float) -> None:
         self.now, self.until = 1000.0, 1000.0 + until
         self.frames: dict[int, Any] = {}
-        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(waiting, "sys", SimpleNamespace(_current_frames=lambda: self.frames))
+
+    def wanted(self, holder: Callable[[], int]) -> bool:
+        """Ask for it."""
+        return acquire(self, holder, clock=lambda: self.now, frames=lambda: self.frames)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         assert 0 < timeout < 0.1, "as often the holder is looked at"
@@ -52,29 +55,27 @@ class Held:
         (("threading", "tpdes", "app"), 0.1),
     ],
 )
-def test_a_holder_that_stays_where_it_is(
-    modules: tuple[str, ...], patience: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_that_stays_where_it_is(modules: tuple[str, ...], patience: float) -> None:
     """It may wait for this thread: soon, if it waits for others, unless that is tpde, which needs nobody."""
-    lock = Held(60, monkeypatch)
+    lock = Held(60)
     lock.frames[7] = frames(*modules)
-    assert waiting.acquire(lock, lambda: 7) is False
+    assert lock.wanted(lambda: 7) is False
     assert patience < lock.now - 1000 < patience + 0.1
 
 
-def test_a_holder_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, steps = Held(60, monkeypatch), iter(range(1_000_000))
+def test_a_holder_that_goes_on_is_waited_for() -> None:
+    lock, steps = Held(60), iter(range(1_000_000))
 
     def holder() -> int:
         lock.frames[7].f_lasti = next(steps)
         return 7
 
     lock.frames[7] = frames("threading", "app")
-    assert waiting.acquire(lock, holder) is True
+    assert lock.wanted(holder) is True
 
 
-def test_a_holder_that_is_called_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = Held(60, monkeypatch)
+def test_a_holder_that_is_called_anew_is_waited_for() -> None:
+    lock = Held(60)
     kept = []
 
     def holder() -> int:
@@ -82,24 +83,24 @@ def test_a_holder_that_is_called_anew_is_waited_for(monkeypatch: pytest.MonkeyPa
         lock.frames[7] = kept[-1]
         return 7
 
-    assert waiting.acquire(lock, holder) is True
+    assert lock.wanted(holder) is True
 
 
 @pytest.mark.parametrize("holder", [0, 8])
-def test_a_lock_that_nobody_holds_is_taken(holder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_nobody_holds_is_taken(holder: int) -> None:
     """Threads let go of it between two looks, and some have ended."""
-    lock = Held(60, monkeypatch)
+    lock = Held(60)
     lock.frames[7] = frames("threading", "app")
-    assert waiting.acquire(lock, lambda: holder) is True
+    assert lock.wanted(lambda: holder) is True
 
 
-def test_time_counts_from_when_the_holder_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = Held(60, monkeypatch)
+def test_time_counts_from_when_the_holder_stopped() -> None:
+    lock = Held(60)
     lock.frames[7] = frames("threading", "app")
 
     def holder() -> int:
         lock.frames[7].f_lasti = min(lock.now, 1020)
         return 7
 
-    assert waiting.acquire(lock, holder) is False
+    assert lock.wanted(holder) is False
     assert 20.1 < lock.now - 1000 < 20.2

@@ -50,14 +50,14 @@ def test_garbage_that_is_collected_meanwhile_may_hold_a_budget(
     dropped.start()
     if while_ == "a budget ends":
         other.start()
-    theirs = allowance._Budgets.theirs
+    fraction = torch.cuda.memory.get_per_process_memory_fraction
 
-    def collecting(self: Any) -> float:
+    def collecting(device: Any) -> float:
         dropped.close()
-        return theirs(self)
+        return fraction(device)
 
     def work() -> None:
-        monkeypatch.setattr(allowance._Budgets, "theirs", collecting)
+        monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", collecting)
         if while_ == "a budget ends":
             other.close()
         elif while_ == "a budget starts":

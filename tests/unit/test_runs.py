@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.card import Card  # noqa: E402
+
+from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.loading import runs  # noqa: E402
-from tpde.loading.runs import NotARun, Run  # noqa: E402
+from tpde.loading.runs import STRIP_BYTES, NotARun, Run  # noqa: E402
 from tpde.nn import pack_tensor  # noqa: E402
 
 
@@ -81,7 +85,7 @@ COLUMNS: list[Callable[..., Any]] = [
     lambda a, b, c, d: torch.cat([a, b], dim=1),  # rows of two blobs in turn
     lambda a, b, c, d: torch.stack([a, b], dim=1),
     lambda a, b, c, d: torch.chunk(a, 3, dim=1)[1],
-    lambda a, b, c, d: torch.split(a, [2, 1], dim=-1)[1],
+    lambda a, b, c, d: torch.split(a, [2, 1], dim=1 - a.ndim)[1],
     lambda a, b, c, d: torch.chunk(torch.stack([a, b]), 2, dim=1)[1],  # of experts
     lambda a, b, c, d: torch.unbind(torch.stack([a, b]), dim=1)[2],
 ]
@@ -95,12 +99,12 @@ def test_the_same_as_torch(make: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("make", COLUMNS)
-def test_columns(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns(make: Callable[..., Any]) -> None:
     """Cuts into many short spans are refused: each would decode the chunks of its neighbours."""
     tensors, made = _both(*[(4, 3)] * 4)
     with pytest.raises(NotARun):
         make(*made)
-    monkeypatch.setattr(runs, "STRIP_BYTES", 0)
+    tensors, made = _both(*[(4, 3, STRIP_BYTES // 4)] * 4)  # of longer rows
     _same(make(*made), make(*tensors))
 
 
@@ -124,12 +128,12 @@ def test_what_is_no_sequence_of_spans(make: Callable[..., Any]) -> None:
         make(*made)
 
 
-@pytest.mark.parametrize(("least", "refused"), [(4 * 4, False), (4 * 4 + 1, True)])
-def test_how_short_a_strip_may_be(least: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_how_short_a_strip_may_be(refused: bool) -> None:
     """A strip is what lies together of a piece, however long the piece next to it is."""
-    monkeypatch.setattr(runs, "STRIP_BYTES", least)
-    (a,), (made,) = _both((3, 16))
-    for sizes in ([4, 12], [12, 4], [4, 0, 12]):
+    short = STRIP_BYTES // 4 - refused
+    (a,), (made,) = _both((3, 4 * short))
+    for sizes in ([short, 3 * short], [3 * short, short], [short, 0, 3 * short]):
         if refused:
             with pytest.raises(NotARun):
                 torch.split(made, sizes, dim=1)
@@ -156,9 +160,9 @@ def test_what_a_run_says_of_itself() -> None:
     ("one", "other", "dim"),
     [((4, 3), (2, 4, 3), 0), ((4, 3), (4, 2), 0), ((2, 4, 3), (2, 5, 3), 0), ((2, 4, 3), (3, 4, 3), 1)],
 )
-def test_what_cannot_be_joined(one: Any, other: Any, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "STRIP_BYTES", 0)
-    _, made = _both(one, other)
+def test_what_cannot_be_joined(one: Any, other: Any, dim: int) -> None:
+    """However long their rows are."""
+    _, made = _both(*((*it[:-1], it[-1] * STRIP_BYTES // 16) for it in (one, other)))
     with pytest.raises(NotARun):
         torch.cat(made, dim)
 
@@ -206,17 +210,18 @@ def test_each_blob_is_opened_once_for_all_that_is_cut_from_it() -> None:
         assert opened.log == ["a", "b"]
 
 
-def test_what_there_is_no_room_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        runs,
-        "allocate",
-        lambda size, device, what: asked.append((size, what)) or torch.empty(size, dtype=torch.uint8),
-    )
+def test_what_there_is_no_room_for_is_named() -> None:
     (part,), opened = _parts("a"), Opened()
     run = Run(part.words.shape, torch.bfloat16, [part])
-    runs.decoded([run, torch.split(run, [0, 64])[0]], torch.device("cpu"), opened, torch.float32)
-    assert asked == [(64 * 40 * 4, "`a`, decoded,"), (1, "`nothing`, decoded,")]
+    for made, least, said in (
+        ([run], 64 * 40 * 4, "`a`, decoded, needs"),
+        ([torch.split(run, [0, 64])[0]], 1, "`nothing`, decoded, needs"),
+    ):
+        for short in (0, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                Card(patch).exhaust(patch, least + 1 - short)
+                with pytest.raises(OutOfMemory, match=said) if short else contextlib.nullcontext():
+                    runs.decoded(made, torch.device("cpu"), opened, torch.float32)
 
 
 def test_what_no_tensor_has() -> None:

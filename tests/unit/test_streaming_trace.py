@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from support.simulated import probed
 
 from tpde.errors import InvalidDestination
 from tpde.io.temporary import temporary_name
-from tpde.streaming import trace as traces
 from tpde.streaming.trace import TRACKS, TimingEvent, Trace, TraceSpan, _events, write_trace
 
 
@@ -184,10 +183,8 @@ def test_what_was_queued_before_it_began_says_how_long() -> None:
     ]
 
 
-def test_a_copy_is_queued_when_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([70, 80, 90])
-    monkeypatch.setattr(traces, "time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
-    it = trace()
+def test_a_copy_is_queued_when_it_is_noted() -> None:
+    it = Trace(Mark(0), 1_000_000, clock=iter([70, 80, 90]).__next__)
     it.copy(Mark(0), Mark(10), "c", 1)
     it.decode(Mark(20), Mark(30), "d", 1)
     it.compute(Mark(40), Mark(50), "k")
@@ -255,7 +252,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(traces.FileSink, "write", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(InvalidDestination, match="No space left"):
         write_trace(path, [trace()])
     assert path.read_text() == "before"

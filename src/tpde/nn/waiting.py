@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Protocol
 
 _POLL = 0.02  # seconds: as often the holder is looked at
@@ -19,9 +20,8 @@ _LATE = 10.0  # or have been at one place, where it may compute as well
 _WAITS = ("threading", "selectors", "torch.futures", "torch.autograd.graph")
 
 
-def _place(thread: int) -> tuple[tuple[int, int] | None, bool]:
-    """Where a thread is, and whether it waits there for others in code that is not tpde's."""
-    frame = sys._current_frames().get(thread)
+def _place(frame: FrameType | None) -> tuple[tuple[int, int] | None, bool]:
+    """Where a thread is, by its frame, and whether it waits there for others in code that is not tpde's."""
     if frame is None:
         return None, False
     place, waits = (id(frame), frame.f_lasti), False
@@ -35,7 +35,13 @@ class _Lock(Protocol):
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
 
 
-def acquire(lock: _Lock, holder: Callable[[], int]) -> bool:
+def acquire(
+    lock: _Lock,
+    holder: Callable[[], int],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    frames: Callable[[], Mapping[int, FrameType]] = sys._current_frames,
+) -> bool:
     """Wait for a lock, as long as its holder goes on.
 
     Parameters
@@ -44,6 +50,10 @@ def acquire(lock: _Lock, holder: Callable[[], int]) -> bool:
         Which another thread held a moment ago.
     holder : callable
         Which thread holds it, 0 if none does.
+    clock : callable
+        Gives the time, in seconds.
+    frames : callable
+        Gives the frame that each thread is in.
 
     Returns
     -------
@@ -51,10 +61,10 @@ def acquire(lock: _Lock, holder: Callable[[], int]) -> bool:
         Whether the lock was taken. If not, its holder has been at one place for so long that it may wait for
         this thread.
     """
-    last, since = None, time.monotonic()
+    last, since = None, clock()
     while not lock.acquire(timeout=_POLL):
-        place, waits = _place(holder())
-        now = time.monotonic()
+        place, waits = _place(frames().get(holder()))
+        now = clock()
         if place is None or place != last:
             last, since = place, now
         elif now - since > (_SOON if waits else _LATE):

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tpde.io.sinks import FileSink, unwritable
@@ -85,6 +85,8 @@ class Trace:
         What the file calls the device.
     limit : int
         Spans to keep; when there are more, the oldest are dropped.
+    clock : callable
+        Gives the host's time, in nanoseconds.
 
     Attributes
     ----------
@@ -99,25 +101,31 @@ class Trace:
     """
 
     def __init__(
-        self, anchor: TimingEvent, anchor_ns: int, *, device: str = "cuda:0", limit: int = LIMIT
+        self,
+        anchor: TimingEvent,
+        anchor_ns: int,
+        *,
+        device: str = "cuda:0",
+        limit: int = LIMIT,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.device, self.dropped = device, 0
         self._anchor, self._anchor_ns = anchor, anchor_ns
-        self._limit, self._lock = limit, threading.Lock()
+        self._limit, self._lock, self._clock = limit, threading.Lock(), clock
         self._spans: deque[TraceSpan] = deque()
         self._pending: deque[_Pending] = deque()
 
     def copy(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """Bytes from the host to the device; called when the copy has been queued."""
-        self._queue(_Pending(COPY, name, start, end, nbytes, time.perf_counter_ns()))
+        self._queue(_Pending(COPY, name, start, end, nbytes, self._clock()))
 
     def decode(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """One launch that writes so many plain bytes."""
-        self._queue(_Pending(DECODE, name, start, end, nbytes, time.perf_counter_ns()))
+        self._queue(_Pending(DECODE, name, start, end, nbytes, self._clock()))
 
     def compute(self, start: TimingEvent, end: TimingEvent, name: str) -> None:
         """A block, or a module outside of blocks."""
-        self._queue(_Pending(COMPUTE, name, start, end, 0, time.perf_counter_ns()))
+        self._queue(_Pending(COMPUTE, name, start, end, 0, self._clock()))
 
     def read(self, t0_ns: int, t1_ns: int, name: str, nbytes: int) -> None:
         """Bytes from a file to host memory."""
