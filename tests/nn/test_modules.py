@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import pytest
+from support.card import Card
 from support.models import assert_same_bits, torch
 from support.small import IDS, Model
 from torch import nn
@@ -146,16 +147,13 @@ def test_a_workspace_that_is_left_keeps_off_the_next_one(pair: tuple[Model, Mode
 def test_no_room_for_the_workspace_at_first(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> Any:
-        raise OutOfMemory("full")
-
     plain, packed = pair
     group = packed.head.tpde_slots["weight"].group
     group.pool = copy.copy(group.pool)
     group.changed()
     with monkeypatch.context() as there_is_none:
-        there_is_none.setattr("tpde.nn.workspace.allocate", full)
-        with pytest.raises(OutOfMemory):
+        Card(there_is_none).exhaust(there_is_none, 2 * 192 * 128)
+        with pytest.raises(OutOfMemory, match="the workspace that weights are decoded to needs"):
             packed(IDS)
     assert_same_bits(packed(IDS), plain(IDS))
 
@@ -640,9 +638,11 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
         def wait_stream(self, other: Any) -> None:
             self.waited.append(other)
 
+    empty = torch.empty
+
     class Buffer:
-        def __init__(self, nbytes: int, *_: Any) -> None:
-            self.nbytes, self.recorded, self.data = nbytes, list[Any](), torch.empty(0)
+        def __init__(self, nbytes: int, **_: Any) -> None:
+            self.nbytes, self.recorded, self.data = nbytes, list[Any](), empty(0)
 
         def numel(self) -> int:
             return self.nbytes
@@ -651,18 +651,18 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
             return 1 << 20
 
         def untyped_storage(self) -> Any:
-            return torch.empty(0).untyped_storage()
+            return empty(0).untyped_storage()
 
         def record_stream(self, stream: Any) -> None:
             self.recorded.append(stream)
 
     loading, computing = Stream(), Stream()
-    monkeypatch.setattr("tpde.nn.workspace.allocate", Buffer)
+    monkeypatch.setattr(torch, "empty", Buffer)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def enter(stream: Stream) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-        monkeypatch.setattr("tpde.nn.workspace.stream_handle", lambda _: id(stream))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: id(stream), raising=False)
 
     enter(loading)
     space = Workspace(torch.device("cuda", 0))

@@ -126,9 +126,9 @@ def test_a_thread_waits_for_the_stream_that_used_the_workspace(monkeypatch: pyte
         def wait_stream(self, other: Stream) -> None:
             waited.append((self.handle, other.handle))
 
-    space, now = workspace.Workspace(torch.device("cpu")), [Stream(1)]
+    space, now = workspace.Workspace(torch.device("cpu", 0)), [Stream(1)]
     space._on_gpu = True
-    monkeypatch.setattr(workspace, "stream_handle", lambda _: now[0].handle)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now[0].handle, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for handle in (1, 1, 2, 2, 1):

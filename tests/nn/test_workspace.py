@@ -269,13 +269,13 @@ def test_it_grows_and_stays() -> None:
 
 
 def test_two_of_them_need_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    space, beside = Workspace(CPU), []
+    space, beside, empty = Workspace(CPU), [], torch.empty
 
-    def allocate(nbytes: int, *_: Any) -> Any:
+    def allocated(nbytes: int, **options: Any) -> Any:
         beside.append(space.buffer)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return empty(nbytes, **options)
 
-    monkeypatch.setattr(workspace, "allocate", allocate)
+    monkeypatch.setattr(torch, "empty", allocated)
     space.reserve(4096)
     space.reserve(8192)
     assert beside == [None, None]
@@ -360,8 +360,8 @@ def test_one_that_a_graph_writes_to_is_kept(graph: bool, monkeypatch: pytest.Mon
     space = one.workspace
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(workspace, "stream_handle", lambda _: 1)
-    space._on_gpu = True
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, raising=False)
+    space._on_gpu, space.device = True, torch.device("cpu", 0)
     space.order()
     buffer, kept = space.buffer, []
     ours.blocks[0].__dict__["within"] = lambda x: kept.append(ours.blocks[0].up.weight)

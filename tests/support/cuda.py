@@ -16,7 +16,6 @@ from support.backends import MadeKernel
 from support.kernels import Card, memory
 from tpde.cuda import items
 from tpde.errors import Corrupt
-from tpde.streaming import cuda_device as devices
 from tpde.streaming.streamed_source import Streamed
 
 HOST_BYTES = 50  # that a copy moves in a nanosecond
@@ -125,14 +124,27 @@ class Cuda(Card):
         patch.setattr(torch.cuda, "Event", self._event())
         patch.setattr(torch.cuda, "current_stream", self.current_stream)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: self.run())
-        patch.setattr(devices, "allocate", lambda size, device, what: torch.full((size,), 0xEE).byte())
-        patch.setattr(devices, "locked_reports", self._lock)
+        patch.setattr(torch, "empty", self._made(torch.empty))
+        patch.setattr(torch, "zeros", self._locked(torch.zeros))
         self.driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
         patch.setattr(self.driver, "cuMemcpyHtoDAsync", self._copy)
 
-    def _lock(self, count: int) -> torch.Tensor:
-        self.locked.append(torch.zeros((count, 4), dtype=torch.int32))
-        return self.locked[-1]
+    def _made(self, empty: Any) -> Any:
+        def made(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            if device is self:
+                return torch.full(size, 0xEE).byte()
+            return empty(*size, device=device, **options)
+
+        return made
+
+    def _locked(self, zeros: Any) -> Any:
+        def locked(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            made = zeros(*size, **options)
+            if pin_memory:
+                self.locked.append(made)
+            return made
+
+        return locked
 
     def kernel(self, source: str, name: str, defines: dict[str, int], device: int) -> MadeKernel:
         """Count it."""

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.backends import MadeBackend  # noqa: E402
 from support.contents import fill  # noqa: E402
 from support.kernels import Card, OnCard, memory  # noqa: E402
 from support.models import assert_same_bits  # noqa: E402
@@ -164,12 +165,14 @@ def on_card(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> Any:
     monkeypatch.setattr(decode, "Rows", Kernel)
     monkeypatch.setattr(Kernel, "events", events, raising=False)
     monkeypatch.setattr(rows_of, "capturing", lambda _: card.recording)
+    zeros = torch.zeros
 
-    def locked(count: int) -> Any:
-        events.append("locked")
-        return torch.zeros((count, 4), dtype=torch.int32)
+    def locked(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
+        if pin_memory:
+            events.append("locked")
+        return zeros(*size, **options)
 
-    monkeypatch.setattr(rows_of, "locked_reports", locked)
+    monkeypatch.setattr(torch, "zeros", locked)
 
     class Stream:
         def synchronize(self) -> None:
@@ -258,7 +261,7 @@ def test_what_no_kernel_reads_is_looked_up_without(
     codec: str, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     card, spec = Card(monkeypatch, launch_on), TensorSpec("BF16", (300, 48))
-    monkeypatch.setattr(decode, "Rows", None)
+    launch_on(MadeBackend())
     data = b"\xf1\xf2" * (300 * 48) if codec == "constant" else fill("normal", spec)
     sink = BytesSink()
     if codec == "constant":

@@ -703,13 +703,13 @@ def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytes
 
     golden = Path(__file__).parent.parent / "golden" / "prefix_16.tpde.safetensors"
     uploads: list[int] = []
-    allocate = tensors.allocate
+    empty = torch.empty
 
-    def counted(size: int, device: torch.device, what: str) -> torch.Tensor:
+    def counted(size: int, **options: Any) -> torch.Tensor:
         uploads.append(size)
-        return allocate(size, device, what)
+        return empty(size, **options)
 
-    monkeypatch.setattr(tensors, "allocate", counted)
+    monkeypatch.setattr(torch, "empty", counted)
     with Checkpoint([golden]) as checkpoint:
         stored = list(checkpoint.packed.values())
         found: list[Any] = [Streamed(it.extent, None, torch.device("cpu"), None) for it in stored]
