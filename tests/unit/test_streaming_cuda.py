@@ -16,8 +16,7 @@ from support.ring import ROOM, SIZES, Fixture  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
 from tpde.host.page_lock import STEP  # noqa: E402
-from tpde.streaming import cuda_device as devices  # noqa: E402
-from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
+from tpde.streaming.cuda_device import CudaDevice, Reports  # noqa: E402
 from tpde.streaming.streamer import StreamedUnit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
@@ -186,8 +185,7 @@ def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch, launch_
 
 def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
     cuda = Cuda(monkeypatch, launch_on)
-    monkeypatch.setattr(devices, "_REPORTS", 8)
-    reports = devices._Reports()
+    reports = Reports(8)
     taken = [reports.take(count) for count in (3, 5, 1, 20, 7, 1)]
     assert [tuple(it.shape) for it in taken] == [(count, 4) for count in (3, 5, 1, 20, 7, 1)]
     for i, it in enumerate(taken):

@@ -16,7 +16,7 @@ from tpde.streaming.streamed_source import put_on_device
 from tpde.streaming.trace import Trace
 from tpde.weights.launch import Damage, DecodeLaunch, Launch, capturing, locked_reports, on_device
 
-_REPORTS = 4096  # 64 KiB: an 8 B model has 400 pieces
+REPORTS = 4096  # 64 KiB: an 8 B model has 400 pieces
 
 
 class Prepared:
@@ -74,19 +74,25 @@ class _Handle(Prepared):
     sizes: list[int]
 
 
-class _Reports:
+class Reports:
     """Four words of locked host memory for each piece, which kernels write to.
 
     Many at a time: allocating such memory takes a call of the driver, which waits while pages are locked.
+
+    Parameters
+    ----------
+    least : int
+        How many at a time.
     """
 
-    def __init__(self) -> None:
-        self._rows = locked_reports(_REPORTS)
+    def __init__(self, least: int = REPORTS) -> None:
+        self._least = least
+        self._rows = locked_reports(least)
 
     def take(self, count: int) -> torch.Tensor:
         """Zeros."""
         if len(self._rows) < count:
-            self._rows = locked_reports(max(count, _REPORTS))
+            self._rows = locked_reports(max(count, self._least))
         taken, self._rows = self._rows[:count], self._rows[count:]
         return taken
 
@@ -132,7 +138,7 @@ class CudaDevice:
                 torch.cuda.current_stream(device)
             )  # the memory may still be in use there
         self._base = made.data_ptr()
-        self._reports = _Reports()
+        self._reports = Reports()
 
     def prepare(self, pieces: Sequence[Piece]) -> Prepared:
         """Put index maps, tables and descriptors on the device, and compile the kernels."""
