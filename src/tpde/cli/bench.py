@@ -60,7 +60,7 @@ def codec(
 
     count, nbytes = check_threads(threads), _tensor_bytes(tensor)
     cases = [Case(name, spec, words, count) for name, spec, words in tensors(nbytes)]
-    copy = Copy(cases[0].words, count)
+    copy = MemoryCopy(cases[0].words, count)
     for _ in range(1 + ROUNDS):
         for case in cases:
             case.run()
@@ -189,7 +189,7 @@ class Case:
         }
 
 
-class Copy:
+class MemoryCopy:
     """The machine's limit: the same bytes copied by as many threads."""
 
     def __init__(self, words: Bytes, threads: int) -> None:

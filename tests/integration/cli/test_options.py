@@ -263,7 +263,7 @@ def test_a_benchmark_ends_at_a_wrong_byte_and_copies_every_byte() -> None:
     with pytest.raises(AssertionError, match="bf16 did not survive"):
         case.run()
     for threads in (1, 3):
-        copy = bench.Copy(words[: 1000 * threads + 1], threads)
+        copy = bench.MemoryCopy(words[: 1000 * threads + 1], threads)
         copy.run()
         assert np.array_equal(copy.out, copy.words)
     noise = np.frombuffer(np.random.default_rng(0).bytes(1 << 16), np.uint8)
