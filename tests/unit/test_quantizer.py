@@ -355,6 +355,16 @@ def test_what_has_no_place_is_told(llama: Pair, tmp_path: Path, caplog: pytest.L
     )
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_transformers_finds_nothing_amiss(pack: bool, llama: Pair) -> None:
+    """Neither among blobs, nor among plain weights that are packed as they come."""
+    options = {"output_loading_info": True} | ({"quantization_config": TpdeConfig()} if pack else {})
+    with loading_to(CPU, pack=pack):
+        model, info = llama.kind.from_pretrained(llama.plain if pack else llama.packed, **options)
+    assert next(packed_modules(model), None) is not None
+    assert not any(info.values()), info
+
+
 # ---- `tpde.from_pretrained` ----
 
 
