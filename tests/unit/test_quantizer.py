@@ -497,20 +497,27 @@ def test_the_class_that_a_configuration_names(names: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("quantized", [None, {"quant_method": "tpde"}, SimpleNamespace(quant_method="tpde")])
-def test_a_configuration_that_is_passed_says_that_weights_are_packed(quantized: Any, tmp_path: Path) -> None:
-    said = {"quant_method": "tpde", "version": 1}
+def test_a_configuration_that_is_passed_says_that_weights_are_packed(
+    quantized: Any, llama: Pair, asked: Asked
+) -> None:
+    """Or that they are not, as the folder does."""
+    said = json.loads((llama.packed / "config.json").read_text())["quantization_config"]
     config = transformers.LlamaConfig(num_hidden_layers=3)
     if quantized is not None:
         config.quantization_config = quantized
-    made = load_model._given_config(config, tmp_path, said)
-    assert made is not config
-    assert made.num_hidden_layers == 3
-    assert made.quantization_config == said
-    assert not hasattr(load_model._given_config(config, tmp_path, None), "quantization_config")
+    asked.load(config=config)
+    plain = Asked(llama.plain)
+    plain.load(config=config, pack=True)
+    for it, packed in ((asked, True), (plain, False)):
+        ((options, _),) = it.found
+        passed = options["config"]
+        assert passed is not config
+        assert passed.num_hidden_layers == 3
+        assert getattr(passed, "quantization_config", None) == (said if packed else None)
     assert getattr(config, "quantization_config", None) is quantized
     config.quantization_config = SimpleNamespace(quant_method="fp8")
     with pytest.raises(InvalidInput, match="quantized with `fp8`"):
-        load_model._given_config(config, tmp_path, said)
+        asked.load(config=config)
 
 
 # ---- models that are packed in memory ----
