@@ -21,7 +21,6 @@ from tpde.weights.windowed import Windowed
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.transformers import streamed  # noqa: E402
 from tpde.integrations.transformers.budget_plan import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.fused import fused_names  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
@@ -174,22 +173,6 @@ def test_none_in_windows_is_told(
     assert "those of `nn.Linear` layers in bfloat16 can be" in caplog.text
 
 
-def test_exact_plans_know_of_no_windows(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[set[str]] = []
-    plan = streamed.plan_streaming
-
-    def planned(*args: Any, fused: Any, **options: Any) -> Any:
-        asked.append(set(fused))
-        return plan(*args, fused=fused, **options)
-
-    monkeypatch.setattr(streamed, "plan_streaming", planned)
-    with simulated(monkeypatch):
-        for kernels in ("exact", "fused"):
-            load(llama.packed, kernels=kernels)
-    assert not asked[0]
-    assert "lm_head.weight" in asked[1]
-
-
 # ---- plans of a model that is large enough ----
 
 
@@ -206,6 +189,18 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     )
     torch.manual_seed(0)
     return write(tmp_path_factory.mktemp("larger"), transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+
+
+def test_exact_plans_know_of_no_windows(larger: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a budget in which fused ones have some."""
+    windows = {}
+    with simulated(monkeypatch):
+        for kernels in ("exact", "fused"):
+            model = load(larger.packed, kernels=kernels, vram=296 * MIB, max_tokens=128)
+            (plan,) = model.tpde_streamer.plans.values()
+            windows[kernels] = plan.parts["windows"]
+    assert not windows["exact"]
+    assert windows["fused"]
 
 
 def test_a_plan_is_loaded_as_it_is(larger: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

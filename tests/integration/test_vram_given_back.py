@@ -11,6 +11,7 @@ from support.budgets import Opened, every, load, simulated
 from support.checkpoints import Pair
 from support.garbage import uncollected
 from support.models import assert_same_bits, inputs, torch
+from support.simulated import MemoryFeed
 
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, ReadError
@@ -205,11 +206,11 @@ def test_what_was_dropped_before_recording_does_not_count(
 def test_loading_that_is_interrupted_gives_all_back(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, llama: Pair
 ) -> None:
-    def fail(model: Any) -> None:
+    def fail(memory: MemoryFeed) -> None:
         raise error
 
     with simulated(monkeypatch, every("host", "disk")) as opened:
-        monkeypatch.setattr("tpde.integrations.transformers.quantizer.finish", fail)
+        monkeypatch.setattr(MemoryFeed, "begin", fail)
         with pytest.raises(error):
             load(llama.packed)
         assert opened.memory[0].closed

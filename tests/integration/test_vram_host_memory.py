@@ -21,8 +21,9 @@ from tpde.files.forward_order import forward_order
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.transformers import quantizer
+from tpde.integrations.transformers.load_target import load_target, loading_to
 from tpde.loading import feeds
+from tpde.planning.budget import Budget
 
 
 def _host_threads() -> list[str]:
@@ -81,19 +82,15 @@ def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPat
     logged(packed_nn.group.Group, "prepare", "block")
     logged(packed_nn.PackedTensor, "prepare_rows", "rows")
     monkeypatch.setattr(MemoryFeed, "begin", begin)
-    target = quantizer.TpdeHfQuantizer.update_attn_implementation
-
-    def warmed(self: Any, config: Any) -> Any:
-        self._target.warmup = Kernels()
-        return target(self, config)
-
-    for name in ("update_attn_implementation", "update_tp_plan"):
-        monkeypatch.setattr(quantizer.TpdeHfQuantizer, name, warmed)
     for fails in (False, True):
         log.clear()
         with simulated(monkeypatch, every("host")) as opened:
-            with pytest.raises(OutOfMemory, match="full") if fails else nullcontext():
-                load(llama.packed)
+            with (
+                pytest.raises(OutOfMemory, match="full") if fails else nullcontext(),
+                loading_to(torch.device("cpu"), Budget(1 << 30, None, 256)),
+            ):
+                load_target().warmup = Kernels()  # type: ignore[assignment]
+                llama.kind.from_pretrained(llama.packed, dtype="auto")
             assert opened.memory[0].closed == fails
         first = log.index("host memory")
         assert "kernels" in log[:first]

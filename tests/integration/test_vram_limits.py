@@ -251,27 +251,6 @@ def test_page_tables_are_not_left_to_pytorch(card: Card) -> None:
     streaming.close()
 
 
-def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """Each that has packed weights has a share of `ram`; what would do is that of all."""
-    from tpde.integrations.transformers import streamed
-    from tpde.integrations.transformers.shape import opened_shape
-    from tpde.planning.shortages import too_little_ram
-
-    def plan(_: Any, __: Any, ___: Any, budget: Budget, **____: Any) -> Any:
-        assert budget.ram == 256 << 20
-        raise too_little_ram(656 << 20, budget.ram)
-
-    monkeypatch.setattr(streamed, "plan_streaming", plan)
-    made = streamed.ModelStreaming(Budget(GIB, 512 << 20, 64))
-    with opened_shape(llama.packed) as (model, checkpoint, weights):
-        where = dict.fromkeys(weights.runs, torch.device("cpu"))
-        where["lm_head.weight"] = torch.device("meta")
-        where["model.norm.weight"] = torch.device("cpu", 1)
-        with pytest.raises(OutOfMemory, match=r"`ram` is 512 MiB, the least .* is 1312 MiB") as caught:
-            made.plan(model, checkpoint, weights, where)
-    assert caught.value.least == 1312 << 20
-
-
 # ---- memory that runs out all the same ----
 
 

@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
+from support.card import Card  # noqa: E402
+
 from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
-from tpde.integrations.transformers import run_memory  # noqa: E402
 from tpde.integrations.transformers.embed import Recipe, embed, read_recipe  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(run_memory, "free_bytes", lambda _: 1 << 29)
+    Card(monkeypatch).free = 1 << 29
     model = Encoder()
     model.__class__ = type("Large", (Encoder,), {"__call__": fail})
     with pytest.raises(OutOfMemory, match=r"embedding needs more memory more on cpu, 0\.50 GiB are free"):

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
+from support.libraries import installed  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -176,7 +177,7 @@ def test_other_recurrent_layers(name: str) -> None:
 
 
 def test_kernels_keep_to_themselves_what_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "KERNELS", ("torch",))
+    installed(monkeypatch, "fla")
     found = recurrent.recurrent_of(meta("falcon-h1"))
     assert found.scan == recurrent.Scan()
     assert found.states > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from support.card import Card  # noqa: E402
 
 from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
-from tpde.integrations.transformers import generate as generating  # noqa: E402
-from tpde.integrations.transformers import run_memory  # noqa: E402
 from tpde.integrations.transformers.generate import Generation, generate, load_tokenizer  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -65,11 +67,9 @@ class Model:
         streamer.end()
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock() -> Callable[[], float]:
     """Each look at it takes two seconds."""
-    now = iter(range(100, 1000, 2))
-    monkeypatch.setattr(generating.time, "perf_counter", lambda: float(next(now)))
+    return map(float, itertools.count(100, 2)).__next__
 
 
 def ask(model: Model, tokenizer: Any = None, prompt: str = "a b c", **options: Any) -> tuple[Generation, str]:
@@ -79,14 +79,13 @@ def ask(model: Model, tokenizer: Any = None, prompt: str = "a b c", **options: A
     return made, "".join(written)
 
 
-@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("tokens", "first", "rate", "seconds"),
     [([], 2.0, None, 2.0), ([4], 2.0, None, 4.0), ([4, 5], 2.0, 0.5, 6.0), ([4, 99, 6, 7], 2.0, 0.5, 10.0)],
 )
 def test_what_is_told_of_a_text(tokens: list[int], first: float, rate: float | None, seconds: float) -> None:
     """Tokens without text count; the prompt is neither among them nor written."""
-    made, written = ask(Model(tokens))
+    made, written = ask(Model(tokens), clock=clock())
     assert made.text == written == "".join(f"{it} " for it in tokens if it != 99)
     assert (made.tokens, made.prompt_tokens) == (tokens, 3)
     assert (made.first_token_seconds, made.tokens_per_second, made.seconds) == (first, rate, seconds)
@@ -158,7 +157,7 @@ def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
 
-    monkeypatch.setattr(run_memory, "free_bytes", lambda _: 1 << 29)
+    Card(monkeypatch).free = 1 << 29
     monkeypatch.setattr(Model, "generate", fail)
     with pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cpu, 0\.50 GiB are free"):
         ask(Model([1]))
@@ -172,7 +171,7 @@ def test_a_folder_without_a_tokenizer(
         assert folder == tmp_path
         raise error("there is none\nat all")
 
-    monkeypatch.setattr(generating.AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(
         InvalidInput, match=r"has no tokenizer that transformers can load .*there is none"
     ) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from support.libraries import installed  # noqa: E402
 
 from tpde.integrations.transformers import recurrent  # noqa: E402
 from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # noqa: E402
@@ -46,7 +49,8 @@ class Layer(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "DynamicCache", Cache)
-    monkeypatch.setattr(recurrent, "KERNELS", ())
+    for name in recurrent.KERNELS:
+        monkeypatch.setitem(sys.modules, name, None)  # it is not there, though it were installed
 
 
 def model(*layers: Any) -> Any:
@@ -125,9 +129,11 @@ def test_a_layer_that_cannot_be_run_is_not_known() -> None:
 
 
 def test_layers_that_run_in_kernels_keep_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "KERNELS", ("no_such_module", "json"))
-    assert recurrent.recurrent_of(model(Layer(lambda n: n, states=9))) == Recurrent(Scan(), 9)
-    monkeypatch.setattr(recurrent, "KERNELS", ("no_such_module",))
+    """Whichever library has them."""
+    for name in recurrent.KERNELS:
+        with monkeypatch.context() as patch:
+            installed(patch, name)
+            assert recurrent.recurrent_of(model(Layer(lambda n: n, states=9))) == Recurrent(Scan(), 9)
     assert recurrent.recurrent_of(model(Layer(lambda n: n))).scan != Scan()
 
 

@@ -46,15 +46,15 @@ class Generation:
 class _Stream(TextStreamer):
     """Hands text on as soon as it is complete, and notes when tokens come."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], object], clock: Callable[[], float]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._write, self.pieces = write, list[str]()
+        self._write, self._clock, self.pieces = write, clock, list[str]()
         self.tokens: list[int] = []
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
-            self.times.append(time.perf_counter())
+            self.times.append(self._clock())
             self.tokens += value.flatten().tolist()
         super().put(value)  # type: ignore[no-untyped-call]
 
@@ -90,6 +90,7 @@ def generate(
     temperature: float,
     seed: int,
     write: Callable[[str], object],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Generation:
     """Continue a prompt.
 
@@ -109,6 +110,8 @@ def generate(
         Of the draws.
     write : callable
         Called with each piece of text.
+    clock : callable
+        Gives the time, in seconds.
 
     Raises
     ------
@@ -126,9 +129,9 @@ def generate(
     if not count:
         raise InvalidInput("the prompt has no tokens", hint="give a text")
     greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    stream = _Stream(tokenizer, write)
+    stream = _Stream(tokenizer, write, clock)
     torch.manual_seed(seed)
-    start = time.perf_counter()
+    start = clock()
     with torch.inference_mode(), explained(model.device, "generating"):
         model.generate(
             **inputs,
@@ -137,7 +140,7 @@ def generate(
             pad_token_id=_padding(tokenizer, model),
             streamer=stream,
         )
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     times = stream.times
     return Generation(
         text="".join(stream.pieces),
