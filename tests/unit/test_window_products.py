@@ -70,18 +70,22 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "name"),
+    ("rows", "columns", "count", "name"),
     [
-        (5120, 1, "group_product"),  # 320 stripes, 264 blocks at a time
-        (6144, 4, "product"),  # 384
-        (6144, 5, "group_product"),
-        (8192, 8, "product"),  # 512: two full turns, but for 16 blocks
-        (4096, 8, "product"),  # one turn
-        (1024, 1, "product"),
+        (5120, 4096, 1, "group_product"),  # 320 stripes, 264 blocks at a time
+        (5120, 2048, 8, "group_product"),
+        (6144, 4096, 4, "product"),  # 384
+        (6144, 4096, 5, "group_product"),
+        (28672, 4096, 4, "product"),  # 1792: seven full turns, but for 56 blocks in the last
+        (28672, 4096, 8, "group_product"),
+        (28672, 2048, 8, "product"),  # a chunk for each part
+        (8448, 4096, 8, "product"),  # 528: two full turns
+        (4096, 4096, 8, "product"),  # one turn
+        (1024, 4096, 1, "product"),
     ],
 )
-def test_groups_take_few_rows_where_blocks_would_idle(rows: int, count: int, name: str) -> None:
-    ways = ways_of(device(H200, True), sections(rows, 4096), count)
+def test_groups_take_few_rows_where_blocks_would_idle(rows: int, columns: int, count: int, name: str) -> None:
+    ways = ways_of(device(H200, True), sections(rows, columns), count)
     assert ways[0].name == name
     assert {it.name for it in ways} == {"product", "group_product"}
 

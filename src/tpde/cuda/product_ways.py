@@ -39,11 +39,11 @@ _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
 _KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
-# Up to so many rows, `product` is first if its blocks are busy in this share of their turns at least. For one
-# row of x an H100 takes 73.7 us with 5120 x 25600 words, where the share is 0.61, by groups 65.4; with 6144 x
-# 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0 and 16.1 us there, and 35.9 and 35.9 where the share is 0.97
-# (8192 x 8192).
-_FILLED = (4, 0.7), (8, 0.95)
+# `product` takes up to 8 rows first if its blocks are busy in this share of their turns at least: up to four
+# rows, or where a part has one chunk; and others. For one row of x an H100 takes 73.7 us with 5120 x 25600
+# words, where the share is 0.61, by groups 65.4; with 6144 x 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0
+# and 16.1 us there, with 28672 x 4096 (0.97) 59.5 and 59.3; on an H200 47.1, and 16 rows by groups 43.6.
+_FEW, _FILLED, _FILLED_BY_MORE = (4, 8), 0.7, 0.98
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -119,9 +119,10 @@ def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
         for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
             made += _of_width(window, rows, have.shared_bytes)
     alone = _narrow(window, min(count, _FEW_ROWS), have.shared_bytes)
-    filled = next((least for most, least in _FILLED if count <= most), None)
-    few = filled is not None and _share_of_turns(have, window) >= filled
-    return alone + made if few else made + alone
+    few, some = _FEW
+    filled = _FILLED if count <= few or window.stripe_chunks <= PARTS else _FILLED_BY_MORE
+    by_itself = count <= some and _share_of_turns(have, window) >= filled
+    return alone + made if by_itself else made + alone
 
 
 def most_rows_of(have: DeviceFacts, window: Window) -> int:
