@@ -39,11 +39,12 @@ _DECODING = {64: (12, 1), 128: (8, 2)}
 _TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
 _KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
-# `product` takes up to 8 rows first if its blocks are busy in this share of their turns at least: up to four
-# rows, or where a part has one chunk; and others. For one row of x an H100 takes 73.7 us with 5120 x 25600
+# Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
+# or with one chunk a part, in 0.7 of them, else in 0.98. For one row an H100 takes 73.7 us with 5120 x 25600
 # words, where the share is 0.61, by groups 65.4; with 6144 x 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0
 # and 16.1 us there, with 28672 x 4096 (0.97) 59.5 and 59.3; on an H200 47.1, and 16 rows by groups 43.6.
-_FEW, _FILLED, _FILLED_BY_MORE = (4, 8), 0.7, 0.98
+_BY_ITSELF, _CHEAP = 8, 4
+_BUSY, _NEARLY_ALWAYS = 0.7, 0.98
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -119,15 +120,19 @@ def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
         for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
             made += _of_width(window, rows, have.shared_bytes)
     alone = _narrow(window, min(count, _FEW_ROWS), have.shared_bytes)
-    few, some = _FEW
-    filled = _FILLED if count <= few or window.stripe_chunks <= PARTS else _FILLED_BY_MORE
-    by_itself = count <= some and _share_of_turns(have, window) >= filled
-    return alone + made if by_itself else made + alone
+    return alone + made if _is_better_alone(have, window, count) else made + alone
 
 
 def most_rows_of(have: DeviceFacts, window: Window) -> int:
     """Rows of x, at most, with which a product on a device is faster than decoding the matrix for it."""
     return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS
+
+
+def _is_better_alone(have: DeviceFacts, window: Window, count: int) -> bool:
+    """Whether blocks by themselves are faster than clusters of them."""
+    cheap = count <= _CHEAP or window.stripe_chunks <= PARTS
+    busy = _share_of_turns(have, window) >= (_BUSY if cheap else _NEARLY_ALWAYS)
+    return count <= _BY_ITSELF and busy
 
 
 def _share_of_turns(have: DeviceFacts, window: Window) -> float:

@@ -160,20 +160,7 @@ def parse_usual(header: bytes, block: int = BLOCK) -> Parsed | None:
 
 
 def parse_any(header: bytes, where: str) -> Parsed:
-    """Parse any header, or say what is wrong with it.
-
-    Parameters
-    ----------
-    header : bytes
-        The JSON with its padding.
-    where : str
-        What messages call the file.
-
-    Raises
-    ------
-    NotSafetensors, Corrupt, UnsupportedDtype
-        Naming the tensor where one is at fault.
-    """
+    """Parse any header, or say what is wrong with it: see `tpde.format.container_reader.parse_header`."""
     reader = _Entries(where)
     try:
         parsed = json.loads(header.decode(), object_pairs_hook=reader.of_object)
