@@ -135,7 +135,7 @@ def prune(
     directory: _Dir,
     keep: Annotated[int | None, typer.Option(min=1, help="How many of the newest steps stay.")] = None,
     drop: Annotated[
-        list[int] | None, typer.Option(metavar="STEP", help="A step to remove. May be repeated.")
+        list[int] | None, typer.Option("--drop", metavar="STEP", help="A step to remove. May be repeated.")
     ] = None,
     threads: _Threads = None,
     as_json: _Json = False,

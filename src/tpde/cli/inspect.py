@@ -25,7 +25,7 @@ def inspect(
     ],
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw ratios and exponents (needs `tpde[plot]`)."),
+        typer.Option("--plot", metavar="FILE.png", help="Draw ratios and exponents (needs `tpde[plot]`)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

@@ -56,6 +56,7 @@ def pack(
     exclude: Annotated[
         list[str] | None,
         typer.Option(
+            "--exclude",
             metavar="PATTERN",
             help="Leave out of a directory what has such a name, or, with a slash, such a path. May be "
             "repeated.",

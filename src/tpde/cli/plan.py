@@ -61,10 +61,13 @@ def plan(
         str,
         typer.Argument(metavar="MODEL", help="A packed model directory, or the hub id of one."),
     ],
-    vram: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to use, such as `16GiB`.")],
+    vram: Annotated[
+        str, typer.Option("--vram", metavar="SIZE", help="Device memory to use, such as `16GiB`.")
+    ],
     ram: Annotated[
         str | None,
         typer.Option(
+            "--ram",
             metavar="SIZE",
             help="Host memory for weights, such as `32GiB`.",
             show_default="as much as is needed",
@@ -79,6 +82,7 @@ def plan(
     kernels: Annotated[
         str,
         typer.Option(
+            "--kernels",
             metavar="HOW",
             help="As of `tpde run`. With `fused`, weights may be kept in the window layout, from which "
             "linear layers multiply.",
@@ -91,6 +95,7 @@ def plan(
     copy_rate: Annotated[
         float | None,
         typer.Option(
+            "--copy-rate",
             metavar="GB/S",
             min=0.001,
             help="From host memory to the device, instead of measuring: some 25 on PCIe 4, 55 on PCIe 5.",
@@ -99,6 +104,7 @@ def plan(
     memory_rate: Annotated[
         float | None,
         typer.Option(
+            "--memory-rate",
             metavar="GB/S",
             min=0.001,
             help="Of the device's memory, instead of measuring: 1000 on an RTX 4090, 3350 on an H100.",
@@ -107,12 +113,16 @@ def plan(
     disk_rate: Annotated[
         float | None,
         typer.Option(
-            metavar="GB/S", min=0.001, help="Of the disk, instead of measuring: 3 to 7 for one on NVMe."
+            "--disk-rate",
+            metavar="GB/S",
+            min=0.001,
+            help="Of the disk, instead of measuring: 3 to 7 for one on NVMe.",
         ),
     ] = None,
     call_time: Annotated[
         float | None,
         typer.Option(
+            "--call-time",
             metavar="US",
             min=0.001,
             help="Of the host, for each module that a model calls, instead of measuring.",

@@ -37,7 +37,9 @@ def run(
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="TEXT", help="What to embed, with `--embed`.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")
+    ] = None,
     embed: Annotated[bool, typer.Option("--embed", help="Print a vector for each TEXT.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
@@ -54,6 +56,7 @@ def run(
     kernels: Annotated[
         str,
         typer.Option(
+            "--kernels",
             metavar="HOW",
             help="`exact`: the plain model's bits. `fused`: linear layers multiply straight from packed "
             "weights, and tokens come faster than from plain ones on a GPU; sums are added in another order.",
@@ -68,6 +71,7 @@ def run(
     vram: Annotated[
         str | None,
         typer.Option(
+            "--vram",
             metavar="SIZE",
             help="Device memory to use, such as `16GiB`: what exceeds it is streamed. Needs a GPU.",
         ),
@@ -75,6 +79,7 @@ def run(
     ram: Annotated[
         str | None,
         typer.Option(
+            "--ram",
             metavar="SIZE",
             help="Host memory to lock, such as `32GiB`; what exceeds it is read from the files.",
         ),
@@ -87,7 +92,9 @@ def run(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a timeline for https://ui.perfetto.dev, with `--vram`."),
+        typer.Option(
+            "--trace", metavar="FILE", help="Write a timeline for https://ui.perfetto.dev, with `--vram`."
+        ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, memory and sizes on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
@@ -309,16 +316,10 @@ def _embed(
     from tpde.integrations.transformers.generate import load_tokenizer
 
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
+    record = stats or trace is not None
     with ExitStack() as bar:
         model, loading = _load(
-            folder,
-            device,
-            budget,
-            stats or trace is not None,
-            bar,
-            AutoModel,
-            result["kernels"],
-            result["pack"],
+            folder, device, budget, record, bar, AutoModel, result["kernels"], result["pack"]
         )
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)

@@ -34,12 +34,13 @@ def tune(
     shapes: Annotated[
         str | None,
         typer.Option(
+            "--shapes",
             metavar="SHAPES",
             help="Rows x columns of matrices, instead of a model's: `14336x4096,4096x14336`.",
         ),
     ] = None,
     rows: Annotated[
-        str, typer.Option(metavar="ROWS", help="How many rows of inputs: sequences at a time.")
+        str, typer.Option("--rows", metavar="ROWS", help="How many rows of inputs: sequences at a time.")
     ] = ROWS,
     device: Annotated[
         str | None, typer.Option(help="`cuda` or `cuda:N`.", show_default="the GPU that PyTorch uses")

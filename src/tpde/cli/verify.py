@@ -44,12 +44,16 @@ def verify(
         typer.Argument(metavar="PACKED", help="A packed file or directory, or a delta.", readable=False),
     ],
     against: Annotated[
-        Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.", readable=False)
+        Path | None,
+        typer.Option("--against", metavar="SRC", help="Compare every byte with the source.", readable=False),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
-            metavar="BASE", help="Of a delta: check that its target comes out of it.", readable=False
+            "--base",
+            metavar="BASE",
+            help="Of a delta: check that its target comes out of it.",
+            readable=False,
         ),
     ] = None,
     threads: Annotated[
@@ -60,7 +64,11 @@ def verify(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="What was left out of SRC when it was packed. May be repeated."),
+        typer.Option(
+            "--exclude",
+            metavar="PATTERN",
+            help="What was left out of SRC when it was packed. May be repeated.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:

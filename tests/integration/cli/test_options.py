@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import typer
 from support.cli import Run
 from support.states import files
+from typer.models import OptionInfo
 
+from tpde import cli
 from tpde.cli import common
 from tpde.errors import InvalidInput
 from tpde.files import operations
@@ -284,3 +288,27 @@ def test_synthetic_bfloat16_is_rounded_to_nearest_and_ties_to_even() -> None:
     assert [hex(it) for it in bfloat16(words.view(np.float32))] == (
         ["0x3f80", "0x3f80", "0x3f82", "0x3f81", "0x3f80", "0x3f81"]
     )
+
+
+def _options(app: typer.Typer) -> Iterator[tuple[str, str, OptionInfo]]:
+    """All of a command line's: the command's function, the parameter, and what it is told of."""
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from _options(group.typer_instance)
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for told in getattr(hint, "__metadata__", ()):
+                if isinstance(told, OptionInfo):
+                    yield command.callback.__name__, name, told
+
+
+def test_options_have_names_of_their_own() -> None:
+    """typer 0.27 calls an option by its metavar if it has one and no name: `--SIZE` instead of `--vram`."""
+    found = list(_options(cli.app))
+    assert len(found) > 60
+    unnamed = [(command, name) for command, name, told in found if told.metavar and told.default is ...]
+    assert not unnamed
+    named = [told.default for _, _, told in found if told.metavar]
+    assert named
+    assert all(str(it).startswith("-") for it in named)
