@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .disk import Disk, Left, Replay, disk_of, states, write_out
+from .crash_states import Left, states, write_out
+from .disk import Disk, Replay, disk_of
 from .field import TEMPORARY, Field, Finding
 from .kills import arming_of, at_changes
 from .operations import OPERATIONS, PLACE, THERE, Picture, picture

@@ -13,7 +13,8 @@ import pytest
 
 from attack import calls, kills, mutants, power, shim
 from attack.campaign import KINDS, run
-from attack.disk import ROOT, Change, Disk, Entry, Event, Node, Sync, states
+from attack.crash_states import states
+from attack.disk import ROOT, Change, Disk, Entry, Event, Node, Sync
 from attack.field import Field
 from attack.server import Server
 from attack.shim import FAIL, Arming

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.device_deltas import DeviceDeltas, moved, same, words_of
+from support.device_delta_contents import DeltaContents
+from support.device_delta_faults import DeltaFaults
+from support.device_deltas import moved, same, words_of
 from support.gpu import needs_cuda, torch
 
 import tpde
@@ -13,7 +15,7 @@ from tpde.codec.delta_planner import SAMPLE_BYTES
 pytestmark = needs_cuda
 
 
-class TestOnTheGpu(DeviceDeltas):
+class TestOnTheGpu(DeltaContents, DeltaFaults):
     place = "cuda"
     sizes = (1, 7, 8, 255, 257, 65535, 65536, 65537, 200_003, 1_000_003)
 

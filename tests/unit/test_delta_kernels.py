@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from support.device_deltas import DeviceDeltas
+from support.device_delta_contents import DeltaContents
+from support.device_delta_faults import DeltaFaults
 from support.emulated import on_cpu  # noqa: F401
 
 from tpde.cuda.backend import CudaBackend, current, launching_on
@@ -15,7 +16,7 @@ from tpde.store import device_deltas
 
 
 @pytest.mark.usefixtures("on_cpu")
-class TestOnTheCpu(DeviceDeltas):
+class TestOnTheCpu(DeltaContents, DeltaFaults):
     place = "cpu"
     sizes = (1, 7, 8, 255, 257, 65537)
 

@@ -1,4 +1,4 @@
-"""What a reader may count on: names of modules and classes are their own, and no module is long.
+"""What a reader may count on: names of modules and classes are their own, and no file is long.
 
 That no module imports itself by a detour is a contract of import-linter, in `pyproject.toml`.
 """
@@ -9,12 +9,15 @@ import ast
 import statistics
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "tpde"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "tpde"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
 
 LINES = 350
 # The slow codec is read from top to bottom beside docs/format.md, in whose order it is.
-LONG = {"codec/reference.py"}
+LONG = {"src/tpde/codec/reference.py"}
+# Named, since what is built or installed may lie beside them.
+FOLDERS = ("src", "tests", "benchmarks", "examples", "docs", "fuzz", ".ci")
 
 
 def scope(path: Path) -> tuple[str, ...]:
@@ -50,10 +53,25 @@ def test_no_two_classes_have_one_name() -> None:
     assert parts == {"TpdeConfig": {(("integrations",), "config.py")}}
 
 
-def test_no_module_is_long() -> None:
-    lines = {
-        path.relative_to(SOURCE).as_posix(): len(path.read_text("utf-8").splitlines())
-        for path in SOURCE.rglob("*.py")
+def lines_in(*folders: Path) -> dict[str, int]:
+    """How many lines each Python file has, but those of hidden folders."""
+    return {
+        path.relative_to(ROOT).as_posix(): len(path.read_text("utf-8").splitlines())
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
+
+
+def test_no_module_is_long() -> None:
+    lines = lines_in(SOURCE)
+    assert {path for path, count in lines.items() if count > LINES} == LONG
+    assert statistics.median(lines.values()) <= 200
+
+
+def test_no_file_is_long() -> None:
+    """Nor one of tests, benchmarks, examples and documentation."""
+    lines = lines_in(*(ROOT / name for name in FOLDERS))
+    assert len(lines) > 700
     assert {path for path, count in lines.items() if count > LINES} == LONG
     assert statistics.median(lines.values()) <= 200

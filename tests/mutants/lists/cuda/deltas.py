@@ -1,0 +1,112 @@
+"""Of deltas that a GPU makes and applies."""
+
+from __future__ import annotations
+
+from ...mutant import mutant
+
+MUTANTS = (
+    mutant(
+        "deltas-of-a-device-that-is-believed",
+        "store/device_update.py",
+        "bad[i] or after != entry.target",
+        "bad[i]",
+        "damage that decodes to something is written to live weights",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-of-a-device-unchecked",
+        "store/device_update.py",
+        "elif not bad[i] and checks[i] == entry.check:",
+        "elif not bad[i]:",
+        "changes are applied to what is no base of them",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-of-a-device-beyond-those-chosen",
+        "store/device_update.py",
+        "                        counts[own] = it.counts[own]\n",
+        "                        counts[:] = it.counts\n",
+        "tensors that are no bases are written",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-in-place-unchecked",
+        "store/live_update.py",
+        "if listed.check == it.check:",
+        "if listed.check >= 0:",
+        "changes are applied to what is no base of them",
+        "integration/test_live_deltas.py",
+    ),
+    mutant(
+        "checks-of-a-gpu-of-places-in-chunks",
+        "cuda/kernels/delta.cu",
+        "check += check_term(c.at + at, c.base[at], words[list + i]);",
+        "check += check_term(at, c.base[at], words[list + i]);",
+        "a delta of the GPU is read as a whole on the CPU, and the other way about",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-of-many-changes-on-a-device",
+        "store/device_diff.py",
+        "wrong[own].any() and is_clear(self._specs[it.name], sparse):",
+        "wrong[own].any():",
+        "a tensor is sparse that is smaller otherwise",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-of-constant-targets-on-a-device",
+        "store/device_diff.py",
+        "group.kind[1] and it.varied and it.changes",
+        "group.kind[1] and it.changes",
+        "a constant target takes more than a word",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-of-tied-weights-on-a-device",
+        "store/live_update.py",
+        " for name, place in places.items() if users[place] == 1}",
+        " for name, place in places.items()}",
+        "two tensors in one memory are written without a look at each other",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "deltas-that-pytorch-does-not-see",
+        "store/device_update.py",
+        "                torch.autograd.graph.increment_version(member.tensor)\n",
+        "                pass\n",
+        "autograd takes changed weights for those it saved",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "kernel-of-deltas-beyond-the-chunk",
+        "cuda/kernels/delta.cu",
+        "if (place >= n || r.used > limit) break;",
+        "if (r.used > limit) break;",
+        "a damaged change lies behind the tensor",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "kernel-of-deltas-beyond-the-bits",
+        "cuda/kernels/delta.cu",
+        "if (i == count && limit >= r.used && limit - r.used < 8) good",
+        "if (i == count) good",
+        "bits that nobody reads are taken for a whole chunk",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "kernel-of-deltas-last-units",
+        "cuda/kernels/delta.cu",
+        "for (u32 j = 0; j < 8 / WORD && first + j < n; j++)",
+        "for (u32 j = 0; j < 8 / WORD; j++)",
+        "a fingerprint takes in what lies behind a tensor",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
+        "kernel-of-deltas-class-of-a-gap",
+        "cuda/kernels/delta.cu",
+        "for (u32 j = 1; j < classes; j++) k += s.start[j] <= place;",
+        "for (u32 j = 1; j < classes; j++) k += s.start[j] < place;",
+        "a gap is coded under the class before its own",
+        "unit/test_delta_kernels.py",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Of models that switch between deltas, and of rows with deltas of their own."""
+
+from __future__ import annotations
+
+from ...mutant import mutant
+
+MUTANTS = (
+    mutant(
+        "gradients-of-the-delta-in-use-by-then",
+        "nn/saved.py",
+        "        if self.active_delta is None:\n            return self._again()\n",
+        "        if True:\n            return self._again()\n",
+        "gradients are computed with the weights of another fine-tune",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "gradients-of-updated-weights",
+        "nn/saved.py",
+        "        if packed.updates != self.updates:\n",
+        "        if False:\n",
+        "gradients are computed with weights that were updated meanwhile",
+        "nn/test_updates.py",
+    ),
+    mutant(
+        "a-switch-waits-for-nobody",
+        "nn/passes.py",
+        "                self._ended.wait_for(lambda: not self._depth)\n",
+        "",
+        "the blocks of one forward pass have weights of two fine-tunes",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "graphs-go-on-with-another-delta",
+        "nn/model_deltas.py",
+        "        if self.active_delta.recorded:\n",
+        "        if False:\n",
+        "a recorded graph computes with the fine-tune before",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "trained-parameters-are-overwritten",
+        "nn/model_deltas.py",
+        "        for it in self._copies:\n            it.check(own=own)\n",
+        "",
+        "what was trained is lost when another delta comes into use",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "interrupted-switches-go-unseen",
+        "nn/passes.py",
+        "        with self.deltas.passes.one():\n            self.deltas.require_settled()\n",
+        "        with self.deltas.passes.one():\n",
+        "after Ctrl-C a model computes with the weights of two fine-tunes",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "interrupted-switches-are-left",
+        "nn/model_deltas.py",
+        "            if chosen == self.active and self.active_delta.settled:\n",
+        "            if chosen == self.active:\n",
+        "after Ctrl-C plain parameters stay those of another fine-tune",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "parameters-of-the-caller-are-overwritten",
+        "nn/plain_copies.py",
+        "        if own and self._seen() is not now:\n",
+        "        if False:\n",
+        "tensors given to `functional_call` become those of a fine-tune",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "casts-of-another-delta-are-kept",
+        "nn/model_deltas.py",
+        "        torch.clear_autocast_cache()",
+        "        pass",
+        "under autocast, plain parameters are those of the delta that was used first",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "rows-come-back-by-deltas",
+        "nn/batch_rows.py",
+        "        if self._order == list(range(self.size)):\n",
+        "        if True:\n",
+        "requests are given the results of others",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "any-tensor-is-split",
+        "nn/batch_rows.py",
+        "        if not (alone or name in known):\n",
+        "        if False:\n",
+        "what holds no rows is cut by them",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "plain-parts-are-called",
+        "nn/parts.py",
+        "        if refused:\n",
+        "        if False:\n",
+        "a part of a model computes with whichever delta was last",
+        "nn/test_requests.py",
+    ),
+    mutant(
+        "other-threads-take-turns-with-nobody",
+        "nn/model_deltas.py",
+        "        with self._turn, self._parts.opened():\n",
+        "        with self._parts.opened():\n",
+        "plain parameters become another delta's while a thread computes with them",
+        "nn/test_requests.py",
+    ),
+)

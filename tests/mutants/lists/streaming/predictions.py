@@ -1,0 +1,130 @@
+"""Of predictions, rates and traces."""
+
+from __future__ import annotations
+
+from ...mutant import mutant
+
+_TERMS = "unit/test_budget_terms.py"
+
+MUTANTS = (
+    mutant(
+        "units-take-the-host-no-time",
+        "planning/prediction.py",
+        "host = (work.calls + UNIT_CALLS * work.units) * rates.launch + pieces",
+        "host = work.calls * rates.launch + pieces",
+        "packed units are predicted to cost the host nothing",
+        _TERMS,
+    ),
+    mutant(
+        "pieces-take-the-host-no-time",
+        "planning/prediction.py",
+        "* work.units) * rates.launch + pieces\n",
+        "* work.units) * rates.launch\n",
+        "pieces are predicted to cost the host nothing",
+        _TERMS,
+    ),
+    mutant(
+        "decodes-take-no-time-of-their-own",
+        "planning/prediction.py",
+        "passing = work.passing / rates.decode + work.pieces * DECODE_SECONDS",
+        "passing = work.passing / rates.decode",
+        "small pieces are predicted to decode as fast as large ones",
+        _TERMS,
+    ),
+    mutant(
+        "resident-decodes-take-no-time-of-their-own",
+        "planning/prediction.py",
+        "resident = (work.decoded - work.passing) / rates.decode + (work.launches - work.pieces) * DECODE_SECONDS",
+        "resident = (work.decoded - work.passing) / rates.decode",
+        "launches are predicted to take the device no time",
+        _TERMS,
+    ),
+    mutant(
+        "tokens-end-at-once",
+        "planning/prediction.py",
+        '"memory": memory + END_SECONDS,',
+        '"memory": memory,',
+        "sampling is predicted to take no time",
+        _TERMS,
+    ),
+    mutant(
+        "copies-take-no-time-of-their-own",
+        "planning/prediction.py",
+        " + work.pieces * COPY_SECONDS + stalled",
+        " + stalled",
+        "small copies are predicted to be as fast as large ones",
+        _TERMS,
+    ),
+    mutant(
+        "copies-never-stall",
+        "planning/prediction.py",
+        "stalled = max(0.0, computing - work.streamed * ahead) + late",
+        "stalled = late",
+        "a ring that is full is predicted to copy on",
+        _TERMS,
+    ),
+    mutant(
+        "the-host-is-never-late",
+        "planning/prediction.py",
+        "work.streamed * max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
+        "max(0.0, END_SECONDS - ahead)",
+        "a small ring is predicted to never run dry",
+        _TERMS,
+    ),
+    mutant(
+        "tokens-end-while-copies-go-on",
+        "planning/prediction.py",
+        "max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
+        "max(0.0, LATE_SECONDS - ahead)",
+        "sampling is predicted to be hidden behind copies by any ring",
+        _TERMS,
+    ),
+    mutant(
+        "the-bus-is-at-its-best",
+        "planning/prediction.py",
+        "work.copied / (rates.copy * COPY_SHARE)",
+        "work.copied / rates.copy",
+        "many copies are predicted to be as fast as one",
+        _TERMS,
+    ),
+    mutant(
+        "rates-of-one-time",
+        "streaming/rates.py",
+        "min(before, between, meters.launch(device)))",
+        "max(before, between, meters.launch(device)))",
+        "a host that was busy for a moment is planned with",
+        "integration/test_plan_command.py",
+    ),
+    mutant(
+        "idle-time-is-the-hosts",
+        "streaming/stats.py",
+        "turn = min(max(queued[after.start], before.end), after.start)",
+        "turn = after.start",
+        "whatever limits, the host is said to be late",
+        "unit/test_streaming_stats.py",
+    ),
+    mutant(
+        "traces-grow-for-ever",
+        "streaming/trace.py",
+        "        if len(self._spans) > self._limit:\n",
+        "        if len(self._spans) > 2 * self._limit:\n",
+        "a trace takes more memory than is said",
+        "unit/test_streaming_trace.py",
+    ),
+    mutant(
+        "half-a-trace",
+        "streaming/trace.py",
+        "        sink.abort()  # nothing, once it is committed\n",
+        "        pass\n",
+        "a trace that fails leaves a temporary file",
+        "unit/test_streaming_trace.py",
+    ),
+    mutant(
+        "clocks-drift",
+        "streaming/trace.py",
+        "        if after > _REANCHOR:\n",
+        "        if after < 0:\n",
+        "after an hour, times of the device are off by a tenth of a millisecond",
+        "unit/test_streaming_trace.py",
+    ),
+)
