@@ -1,23 +1,20 @@
-"""Linear layers whose weights are in the window layout: on the CPU all is as with plain weights."""
+"""Which weights `set_kernels` brings into the window layout, and that all is as before on the CPU."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
-import numpy as np
 import pytest
+from support.fused import fuse, layer, weights
 from support.models import assert_same_bits
-from support.small import IDS, Model, torch
+from support.small import IDS, torch
 
 import tpde
-from tpde.codec import window_plan, windows
-from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated
+from tpde.codec import window_plan
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import (
     PackedParameter,
-    PackedTensor,
     add_deltas,
     pack_module,
     packed_modules,
@@ -26,41 +23,13 @@ from tpde.nn import (
     unpack_module,
 )
 from tpde.nn.kernels import MOST_SHARE, can_fuse
-from tpde.weights.packed_tensor import rebuild_tensor
-from tpde.weights.product import linear
-from tpde.weights.windowed import Windowed
 
 nn = torch.nn
 functional = nn.functional
 
 
-@pytest.fixture
-def fused(pair: Any) -> Any:
-    return set_kernels(pair[1], "fused")
-
-
-def layer(rows: int = 96, columns: int = 64, dtype: Any = torch.bfloat16, bias: bool = True) -> Any:
-    torch.manual_seed(rows + columns)
-    made = nn.Linear(columns, rows, bias=bias)
-    with torch.no_grad():
-        made.weight.normal_(0, 0.02)
-    return made.to(dtype)
-
-
-def fuse(module: Any) -> Any:
-    return set_kernels(pack_module(copy.deepcopy(module), min_bytes=0), "fused")
-
-
-def weights(model: Any) -> list[PackedTensor]:
-    found = {slot.packed for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
-    return sorted(found, key=lambda it: it.name)
-
-
 def stored(model: Any) -> dict[str, bytes]:
     return {it.name: it.sources[0].stored().numpy().tobytes() for it in weights(model)}
-
-
-# ---- the mode ----
 
 
 def test_outputs_and_files_are_the_plain_model_s(pair: Any) -> None:
@@ -187,255 +156,9 @@ def test_named_deltas_on_windows_are_refused(pair: Any, fused: Any) -> None:
         assert_same_bits(fused(IDS), pair[0](IDS))
 
 
-# ---- changing and moving ----
-
-
-def test_updates_in_place(pair: Any, fused: Any) -> None:
-    plain = pair[0]
-    old = {name: it.clone() for name, it in plain.state_dict().items()}
-    with torch.no_grad():
-        plain.blocks[1].up.weight[::3] *= 1.5
-        plain.embed.weight[5] = 1e30
-    delta = tpde.make_delta(old, dict(plain.state_dict()))
-    assert tpde.apply_delta(fused, delta) > 0
-    assert all(it.multiplies for it in weights(fused))
-    with torch.no_grad():
-        assert_same_bits(fused(IDS), plain(IDS))
-    assert tpde.apply_delta(fused, delta) >= 0  # again
-    with torch.no_grad():
-        assert_same_bits(fused(IDS), plain(IDS))
-
-
-@pytest.mark.parametrize("theirs", ["exact", "fused"])
-@pytest.mark.parametrize("mine", ["exact", "fused"])
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_of_either_kind(pair: Any, mine: Any, theirs: Any, assign: bool) -> None:
-    torch.manual_seed(6)
-    other = Model().bfloat16().eval()
-    model, state = pair[1], set_kernels(pack_module(copy.deepcopy(other), min_bytes=0), theirs).state_dict()
-    set_kernels(model, mine).load_state_dict(state, assign=assign)
-    assert [it.multiplies for it in weights(model)] == [mine == "fused"] * 7
-    with torch.no_grad():
-        assert_same_bits(model(IDS), other(IDS))
-
-
-def test_copies_and_pickles(pair: Any, fused: Any) -> None:
-    file = io.BytesIO()
-    torch.save(fused.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert all(it.packed.multiplies for it in state.values() if isinstance(it, PackedParameter))
-    loaded = set_kernels(pack_module(Model().bfloat16().eval(), min_bytes=0), "fused")
-    loaded.load_state_dict(state)
-    for made in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), loaded):
-        assert all(it.multiplies for it in weights(made))
-        assert made.head.weight.packed is made.embed.weight.packed
-        with torch.no_grad():
-            assert_same_bits(made(IDS), pair[0](IDS))
-    one = copy.deepcopy(fused.blocks[0].up)
-    x = torch.randn(3, 64).bfloat16()
-    assert_same_bits(one(x), pair[0].blocks[0].up(x))
-
-
-def test_damaged_windows_are_refused(fused: Any) -> None:
-    _, (blobs, *rest) = fused.blocks[0].up.weight.packed.__reduce__()
-    assert rebuild_tensor(blobs, *rest).multiplies
-    whole = blobs[0].numpy()
-    messages = []
-    found = windows.header(whole)
-    for at in {*range(8, 128), found.offsets_at + 5, found.entries_at + 3}:
-        damaged = whole.copy()
-        damaged[at] ^= 0xFF
-        try:
-            rebuild_tensor([torch.from_numpy(damaged)], *rest)
-        except (Corrupt, Truncated, tpde.UnsupportedVersion, InvalidInput) as error:
-            messages.append(str(error))
-    assert len(messages) >= 120  # a XOR of the table may become another
-    assert all(rest[0][0] in it for it in messages)
-    for at in (found.offsets_at, found.offsets_at + 4, found.entries_at - 1):
-        damaged = whole.copy()
-        damaged[at] ^= 0xFF
-        with pytest.raises(Corrupt):
-            rebuild_tensor([torch.from_numpy(damaged)], *rest)
-    for size in (8, 127, 128, whole.size - 1):
-        with pytest.raises((Corrupt, Truncated)):
-            rebuild_tensor([torch.from_numpy(whole[:size].copy())], *rest)
-
-
-def test_moving_keeps_the_bytes(fused: Any) -> None:
-    before = [it.sources[0].memory.clone() for it in weights(fused)]
-    fused.to("cpu").share_memory()
-    assert all(it.sources[0].memory.is_shared() for it in weights(fused))
-    assert all(torch.equal(a, it.sources[0].memory) for a, it in zip(before, weights(fused), strict=True))
-    with pytest.raises(PackedWeight, match="lose its bytes"):
-        fused.to("meta")
-    with pytest.raises(PackedWeight, match="cannot be cast"):
-        fused.float()
-
-
-@pytest.mark.parametrize("start", [1, 16])
-def test_a_blob_is_taken_where_it_lies(fused: Any, start: int) -> None:
-    blob = fused.head.weight.packed.sources[0].memory
-    room = torch.empty(start + blob.numel(), dtype=torch.uint8)
-    room[start:] = blob
-    made = Windowed(room[start:], "head")
-    assert made.memory.data_ptr() == room.data_ptr() + start
-    assert_same_bits(made.instead(), plain_state_dict(fused)["head.weight"])
-    assert made.pickled().untyped_storage().nbytes() == blob.numel()
-    for wrong in (blob.view(2, -1), blob[::2], blob.view(torch.int8), blob.to("meta")):
-        with pytest.raises(InvalidInput, match="one-dimensional, contiguous and uint8"):
-            Windowed(wrong, "head")
-
-
 def test_unpacked_is_what_it_was(pair: Any, fused: Any) -> None:
     model = unpack_module(fused)
     assert type(model.head) is nn.Linear
     assert model.head.weight is model.embed.weight
     for key, value in pair[0].state_dict().items():
         assert_same_bits(model.state_dict()[key], value, key)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (17, 5), (33, 70), (100, 384)], ids=str)
-def test_parts(shape: tuple[int, int]) -> None:
-    """Spans and rows of any place, and loading what is packed otherwise."""
-    torch.manual_seed(0)
-    words = torch.randn(shape).bfloat16()
-    made = Windowed(torch.from_numpy(window_plan.encode(words.view(torch.int16).numpy())), "it")
-    packed, flat = PackedTensor(made), words.view(-1).view(torch.uint8)
-    assert_same_bits(packed.decoded(), words)
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        begin, end = np.sort(draw.integers(0, flat.numel() + 1, 2)).tolist()
-        assert torch.equal(packed.span(begin, end).decoded(), flat[begin:end])
-    ids = torch.randint(0, shape[0], (4, 3))
-    assert_same_bits(packed.rows(ids), words[ids])
-
-
-# ---- computing ----
-
-
-def test_gradients_and_hooks(pair: Any, fused: Any) -> None:
-    plain = pair[0]
-    for rows in ((3,), (2, 5), (40, 3), ()):
-        found = []
-        for model in (plain, fused):
-            x = torch.ones((*rows, 64)).bfloat16().requires_grad_()
-            y = model.blocks[0].up(x)
-            y.float().square().sum().backward()
-            found.append((y, x.grad, model.blocks[0].up.bias.grad))
-            model.zero_grad()
-        for ours, theirs in zip(*found, strict=True):
-            assert_same_bits(ours, theirs)
-
-
-def test_gradients_of_gradients(pair: Any, fused: Any) -> None:
-    found = []
-    for model in (pair[0], fused):
-        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).bfloat16().requires_grad_()
-        y = torch.tanh(model.blocks[0].up(x)).float().square().sum()
-        (first,) = torch.autograd.grad(y, x, create_graph=True)
-        first.float().square().sum().backward()
-        found.append((first, x.grad))
-    for ours, theirs in zip(*found, strict=True):
-        assert_same_bits(ours, theirs)
-
-
-def test_other_inputs_are_computed_as_before(pair: Any, fused: Any) -> None:
-    plain, ours = pair[0].blocks[0].up, fused.blocks[0].up
-    x = torch.randn(4, 64)
-    for lower in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", lower):
-            assert_same_bits(ours(x), plain(x))
-    for bad in (x, x.bfloat16()[:, :63], torch.randn(()).bfloat16(), x.bfloat16().to("meta")):
-        with pytest.raises(RuntimeError):
-            plain(bad)
-        with pytest.raises(RuntimeError):
-            ours(bad)
-    for shape in ((0, 64), (2, 0, 64)):
-        assert ours(torch.zeros(shape).bfloat16()).shape == (*shape[:-1], 192)
-
-
-def test_transforms(pair: Any, fused: Any) -> None:
-    plain, ours = pair[0].blocks[0].down, fused.blocks[0].down
-    x, along = torch.randn(3, 192).bfloat16(), torch.randn(3, 192).bfloat16()
-    assert_same_bits(torch.vmap(ours)(x), torch.vmap(plain)(x))
-    for f, g in zip(*(torch.func.jvp(it, (x,), (along,)) for it in (ours, plain)), strict=True):
-        assert_same_bits(f, g)
-    grads = [torch.func.grad(lambda x, it=it: it(x).float().sum())(x) for it in (ours, plain)]
-    assert_same_bits(*grads)
-    with torch.autograd.forward_ad.dual_level():
-        assert linear(ours.weight.packed, x, None, False) is None
-        duals = [
-            torch.autograd.forward_ad.unpack_dual(it(torch.autograd.forward_ad.make_dual(x, along))).tangent
-            for it in (ours, plain)
-        ]
-    assert_same_bits(*duals)
-
-
-def test_tracing_is_refused_and_replacing_is_not(fused: Any) -> None:
-    x = torch.randn(3, 64).bfloat16()
-    with pytest.raises(PackedWeight, match=r"torch\.jit\.trace"):
-        torch.jit.trace(fused.blocks[0].up, x)
-    given = {"weight": torch.ones(192, 64).bfloat16(), "bias": torch.zeros(192).bfloat16()}
-    found = torch.func.functional_call(fused.blocks[0].up, given, (x,))
-    assert_same_bits(found, functional.linear(x, given["weight"], given["bias"]))
-    with pytest.raises(PackedWeight, match=r"torch\.export"):
-        torch.export.export(fused, (IDS,))
-
-
-def test_code_that_takes_the_parameter(pair: Any, fused: Any) -> None:
-    plain, ours = pair[0].blocks[0].up, fused.blocks[0].up
-    x = torch.randn(3, 64).bfloat16()
-    assert_same_bits(functional.linear(x, ours.weight), functional.linear(x, plain.weight))
-    named = functional.linear(input=x, weight=ours.weight, bias=ours.bias)
-    assert_same_bits(named, functional.linear(x, plain.weight, plain.bias))
-    assert_same_bits(x @ ours.weight.t(), x @ plain.weight.t())
-    assert_same_bits(functional.linear(ours.weight, x), functional.linear(plain.weight, x))
-
-
-def test_whoever_records_operators_sees_the_product(fused: Any) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Recording(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Recording():
-        fused.blocks[0].up(torch.randn(3, 64).bfloat16())
-    assert "tpde.linear.default" in seen
-
-
-def test_compiled(pair: Any, fused: Any) -> None:
-    plain, ours = pair[0].blocks[0].up, fused.blocks[0].up
-    x = torch.randn(3, 64).bfloat16()
-    made = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert_same_bits(made(x), plain(x))
-    found = []
-    for it in (made, plain):
-        given = x.clone().requires_grad_()
-        y = it(given)
-        y.float().sum().backward()
-        found.append((y, given.grad))
-    for mine, theirs in zip(*found, strict=True):
-        assert_same_bits(mine, theirs)
-    for lower in (torch.bfloat16, torch.float16):
-        with torch.no_grad(), torch.autocast("cpu", lower):
-            assert_same_bits(
-                torch.compile(ours, fullgraph=True, backend="aot_eager")(x.float()), plain(x.float())
-            )
-
-
-def test_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is larger than a strip is decoded and multiplied strip by strip."""
-    plain = layer(300, 64)
-    made = fuse(plain)
-    source = made.weight.packed.sources[0]
-    monkeypatch.setattr(source, "strip_bytes", 48 * 64 * 2)
-    x = torch.randn(2, 50, 64).bfloat16()
-    with torch.no_grad():
-        found, needed = source._in_strips(x, made.bias), plain(x)
-    assert torch.allclose(found.float(), needed.float(), atol=1e-2)  # the library's kernels depend on sizes

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.fused import fuse
 from support.models import assert_same_bits
 from support.small import IDS, torch
 
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import Resident, kernels, pack_module, packed_modules, set_kernels
+from tpde.nn import Resident, kernels, packed_modules, set_kernels
 from tpde.weights import product
 
 nn = torch.nn
 functional = nn.functional
-
-
-@pytest.fixture
-def fused(pair: Any) -> Any:
-    return set_kernels(pair[1], "fused")
-
-
-def fuse(module: Any) -> Any:
-    return set_kernels(pack_module(copy.deepcopy(module), min_bytes=0), "fused")
 
 
 def delta_of(model: Any) -> bytes:

@@ -77,3 +77,10 @@ def on_cpu(launch_on: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> 
 
     launch_on(cpu_backend())
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
+
+
+@pytest.fixture(params=["core", "kernels"])
+def where(request: pytest.FixtureRequest) -> None:
+    """By the core, and by kernels."""
+    if request.param == "kernels":
+        request.getfixturevalue("on_cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,38 @@ def moe(name: str, how: str = "eager", dtype: Any = torch.bfloat16, **more: Any)
         if "experts" in key:
             torch.nn.init.normal_(it, 0, 0.05)
     return model.to(dtype).eval()
+
+
+def ids(batch: int, length: int) -> Any:
+    """Give tokens; the same ones each time."""
+    draw = torch.Generator().manual_seed(batch * 1000 + length)
+    return torch.randint(2, VOCAB, (batch, length), generator=draw)
+
+
+def packed(plain: Any, kernels: Any = "fused") -> Any:
+    """Give a copy that is packed, and whose weights are multiplied as they are, or not."""
+    from tpde.nn import pack_module, set_kernels
+
+    return set_kernels(pack_module(copy.deepcopy(plain), min_bytes=0), kernels)
+
+
+@pytest.fixture(scope="module", params=NAMES, name="plain")
+def plain_model(request: Any) -> Any:
+    """A model of each architecture."""
+    return moe(request.param)
+
+
+@pytest.fixture(name="fused")
+def fused_model(plain: Any) -> Any:
+    """The same, packed."""
+    return packed(plain)
+
+
+def layers(model: Any) -> list[Any]:
+    """Give the packed modules of experts."""
+    from tpde.nn import packed_modules
+
+    return [it for _, it in packed_modules(model) if hasattr(it, "down_proj") and hasattr(it, "config")]
 
 
 def experts_of(model: Any) -> list[Any]:

@@ -40,4 +40,6 @@ class Model(nn.Module):
         return self.head(x)
 
 
+# Tokens for a model, and what a block of it takes.
 IDS = torch.arange(14).reshape(2, 7)
+X = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
