@@ -40,11 +40,6 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def names(folder: Path) -> set[str]:
-    """Give everything below a folder."""
-    return {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
-
-
 def damage(packed: Path, name: str = "layers.0.weight") -> None:
     """Flip a bit in the last chunk that holds weights, of three in one tensor."""
     data = bytearray(packed.read_bytes())

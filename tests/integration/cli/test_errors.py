@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.cli import Run, damage, names, weights
+from support.cli import Run, damage, weights
+from support.folders import names
 
 from tpde.cli import common
 

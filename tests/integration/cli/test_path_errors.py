@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import Outcome, Run, names
+from support.cli import Outcome, Run
 from support.commands import process
+from support.folders import names
 
 from tpde.cli import common
 
