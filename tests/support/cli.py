@@ -1,4 +1,4 @@
-"""Command lines on small files: what they printed, and what they leave behind."""
+"""Command lines on small files: what they printed, and files that they read, whole and damaged."""
 
 from __future__ import annotations
 
