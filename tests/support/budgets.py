@@ -175,3 +175,9 @@ def load(
     budget = Budget(vram, ram, max_tokens, max_batch=max_batch)
     with collecting_later(), loading_to(torch.device("cpu"), budget, progress, None, kernels):
         return kind.from_pretrained(path, **({"dtype": "auto"} | options))
+
+
+def only_stats(model: Any) -> dict[str, int]:
+    """Give what a model that streams to one device has counted."""
+    (found,) = model.tpde_streamer.stats().values()
+    return dict(found)

@@ -1,4 +1,4 @@
-"""Tiny model directories on disk, plain and packed, with a tokenizer made here: nothing is downloaded."""
+"""Tiny model directories on disk, plain and packed, with a tokenizer made here, and their models compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import tpde
-from support.models import VOCAB, make, torch
+from support.models import VOCAB, assert_same_bits, make, outputs, torch
+from tpde import nn as packed_nn
+from tpde.format.constants import SUFFIX
 
 
 class Pair(NamedTuple):
@@ -46,3 +48,22 @@ def write(folder: Path, model: Any, **options: Any) -> Pair:
 def checkpoint(folder: Path, name: str, dtype: Any = torch.bfloat16, **options: Any) -> Pair:
     """Save and pack one of the tiny models."""
     return write(folder, make(name, dtype), **options)
+
+
+def same_model(name: str, pair: Pair, batch: int = 2, **options: Any) -> Any:
+    """Load both, and compare outputs, state, buffers and classes; gives the packed model."""
+    plain = pair.kind.from_pretrained(pair.plain, **options)
+    packed = tpde.from_pretrained(pair.packed, **options)
+    assert type(packed) is type(plain)
+    with torch.no_grad():
+        assert_same_bits(outputs(name, packed, batch), outputs(name, plain, batch), name)
+    expected, found = plain.state_dict(), packed_nn.plain_state_dict(packed)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert_same_bits(found[key], value, key)
+    buffers = {key: value for key, value in packed.named_buffers() if not key.endswith(SUFFIX)}
+    assert list(buffers) == [key for key, _ in plain.named_buffers()]
+    for key, value in plain.named_buffers():
+        assert_same_bits(buffers[key], value, key)
+    assert not packed.training
+    return packed

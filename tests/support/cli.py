@@ -1,4 +1,4 @@
-"""Command lines on small files: what they printed, and what they leave behind."""
+"""Command lines on small files: what they printed, and files that they read, whole and damaged."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "layers.1.bias": torch.arange(5, dtype=torch.int64),
         "empty": torch.empty(0, 4),
     }
-
-
-def names(folder: Path) -> set[str]:
-    """Give everything below a folder."""
-    return {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
 
 
 def damage(packed: Path, name: str = "layers.0.weight") -> None:

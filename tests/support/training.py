@@ -1,9 +1,10 @@
-"""States and steps of checkpoint stores."""
+"""Training runs, their states, and checkpoint stores of them."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tpde import CheckpointStore
 from tpde.files.progress import no_progress
 from tpde.io.sinks import FileSink
 from tpde.store.chain import name_of
@@ -58,3 +60,42 @@ def held_back(patch: pytest.MonkeyPatch, until: threading.Event) -> None:
         return real(path, flags, *args, **options)
 
     patch.setattr(os, "open", late)
+
+
+def training(steps: int, size: int = 64) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The states of a small run; its model has tied weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(3))).to(torch.bfloat16)
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    for step in range(1, steps + 1):
+        model(torch.randn(4, size, dtype=torch.bfloat16)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": {"torch": torch.get_rng_state(), "numpy": np.random.default_rng(step).bytes(8)},
+            "step": step,
+        }
+        yield step, state
+
+
+def filled(folder: Path, run: dict[int, dict[str, Any]], **options: Any) -> CheckpointStore:
+    """A store of a run."""
+    with CheckpointStore(folder, **options) as store:
+        for step, state in run.items():
+            store.save(step, state)
+    return store
+
+
+def check(folder: Path, run: dict[int, dict[str, Any]], steps: Any) -> None:
+    """That a store has these steps, that they load, and that nothing is wrong with it."""
+    store = CheckpointStore(folder)
+    assert store.steps == tuple(steps)
+    for step in steps:
+        assert equal(store.load(step), run[step])
+    assert store.verify() == []

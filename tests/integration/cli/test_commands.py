@@ -14,7 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 from support.backends import MadeBackend
-from support.cli import Outcome, Run, damage, names, weights
+from support.cli import Outcome, Run, damage, weights
+from support.folders import names
 
 import tpde
 from tpde import errors

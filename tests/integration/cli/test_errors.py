@@ -1,15 +1,12 @@
-"""Exit codes and messages: damage, input that cannot be, and what the system refuses."""
+"""Exit codes and messages: damage, and input that cannot be."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
 import re
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.cli import Outcome, Run, damage, names, weights
-from support.commands import process
+from support.cli import Run, damage, weights
+from support.folders import names
 
 from tpde.cli import common
-
-# ---- exit code 1: damage
 
 
 def test_verify_names_tensor_and_chunk(run: Run, packed: Path) -> None:
@@ -62,9 +57,6 @@ def test_verify_against_another_source(run: Run, packed: Path, tmp_path: Path) -
         f"hint: compare with what `{packed}` was packed from, or leave out `--against`"
     )
     assert run("verify", packed, "--against", other, "--json").err == ""
-
-
-# ---- exit codes 2 and 3: messages
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -156,112 +148,11 @@ def test_a_long_name_is_no_work(run: Run, plain: Path, tmp_path: Path) -> None:
     )  # of the processor; 21 where the text was split by a regular expression
 
 
-def test_missing_source(run: Run, tmp_path: Path) -> None:
-    gone = tmp_path / "gone.safetensors"
-    for args in (["pack", gone, "t"], ["unpack", gone, "t"], ["verify", gone], ["inspect", gone]):
-        run(*args).failed(2, "gone.safetensors` does not exist", "check the path")
-
-
-def test_unreadable_source(run: Run, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = os.open
-
-    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:  # root may read everything
-        if os.fspath(path) == str(plain):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return opener(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    run("pack", plain, tmp_path / "t").failed(2, "may not be read by this user", "change its permissions")
-
-
-def test_permissions_of_other_files(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opener = os.open
-
-    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-        if os.fspath(path).endswith(".json"):  # `config.json` and the index
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return opener(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    run("pack", model, tmp_path / "t").failed(
-        2, "(config|index).json` may not be read by this user", "change its permissions"
-    )
-
-
-def test_a_pipe_is_refused_at_once(run: Run, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    for command in ("verify", "inspect"):
-        run(command, tmp_path / "pipe.safetensors").failed(2, "is not a regular file", "name one")
-
-
 def test_what_is_no_safetensors_file_has_a_hint(run: Run, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"\xff" * 100)
     for command in ("verify", "inspect"):
         run(command, other).failed(2, "is not a safetensors file", "name a safetensors file")
-
-
-@pytest.mark.parametrize("command", [("run", "--embed", "x"), ("plan", "--vram", "1GiB"), ("tune",)])
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_running_without_its_packages(tmp_path: Path, package: str, command: tuple[str, ...]) -> None:
-    code = (
-        f"import sys; sys.modules['{package}'] = None; sys.argv = {['tpde', command[0], 'm', *command[1:]]}; "
-        "from tpde.cli import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        rf"error: running models needs {package}.*\nhint: run `pip install \"tpde\[transformers\]\"`\n",
-        done.stderr,
-    )
-
-
-def test_hub_id_without_the_hub(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    run("pack", "org/no-such-model", tmp_path / "t").failed(
-        2, "is no path here", r'pip install "tpde\[hub\]"'
-    )
-
-
-def test_plot_without_matplotlib(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run("inspect", plain, "--plot", "x.png").failed(2, "needs matplotlib", r'pip install "tpde\[plot\]"')
-
-
-def test_destinations_that_cannot_be(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
-    cases: list[tuple[list[object], str, str]] = [
-        (["pack", plain, model], "exists already", "`--force`"),
-        (["pack", plain, plain, "--force"], "is the source itself", f"such as `{tmp_path}/model-new.safeten"),
-        (["pack", model, model], "is the source itself", f"choose .*, such as `{tmp_path}/model-new`"),
-        (["pack", plain, tmp_path / "no" / "t"], "cannot be written", "create the folder first"),
-        (["pack", plain, plain / "t"], "cannot be written: Not a directory", "choose another"),
-        (["pack", plain, "/proc/t"], "`/proc/t` cannot be written", "."),
-        (["pack", model, model / "t"], "lies inside the source", "outside it"),
-        (["pack", model, plain / "t"], "cannot be written: Not a directory", "choose another"),
-        (["inspect", plain, "--plot", "/proc/x.png"], "`/proc/x.png` cannot be written", "choose another"),
-    ]
-    before = names(tmp_path)
-    for args, error, hint in cases:
-        run(*args).failed(2, error, hint)
-    assert names(tmp_path) == before
-
-
-def test_read_only_folder(run: Run, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return opener(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    run("pack", plain, tmp_path / "t").failed(
-        2, "cannot be written: Permission denied", "change its permissions"
-    )
 
 
 def test_missing_shard(run: Run, model: Path, tmp_path: Path) -> None:
@@ -307,68 +198,6 @@ def test_compare_like_with_like(run: Run, packed: Path, model: Path, tmp_path: P
     )
 
 
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        (["no-such-command"], "No such command"),
-        (["pack"], "Missing argument"),
-        (["pack", "a", "b", "--threads", "0"], "--threads"),
-        (["pack", "a", "b", "--codec", "lz4"], "lz4"),
-        (["verify", "a", "--no-such-option"], "--no-such-option"),
-    ],
-)
-def test_usage(run: Run, args: list[str], error: str) -> None:
-    run(*args).failed(2, error, "--help` shows what there is")
-
-
-@pytest.mark.parametrize("args", [[], ["bench"]])
-def test_no_arguments_show_help(run: Run, args: list[str]) -> None:
-    done = run(*args)
-    assert "Commands:" in done.out + done.err
-    assert done.code in (0, 2)  # by the version of click
-
-
-@pytest.mark.parametrize("group", [[], ["ckpt"], ["bench"]])
-def test_lists_of_commands_cut_no_description(
-    run: Run, group: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    done = run(*group, "--help")
-    listed = done.out.partition("\nCommands:\n")[2].partition("\n\n")[0].splitlines()
-    assert listed
-    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
-
-
-# ---- exit code 4: input and output
-
-
-@pytest.mark.parametrize("source", ["plain", "model"])
-def test_full_disk(
-    run: Run, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    path = request.getfixturevalue(source)
-    before = names(tmp_path)
-
-    def full(fd: int, buffers: Any, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwritev", full)
-    run("pack", path, tmp_path / "t").failed(4, "t.*No space left on device", "make room")
-    assert names(tmp_path) == before
-
-
-def test_file_size_limit(plain: Path, tmp_path: Path) -> None:
-    code = (
-        "import resource as r; from tpde.cli import main; r.setrlimit(r.RLIMIT_FSIZE, (20000, 20000)); main()"
-    )
-    before = names(tmp_path)
-    done = process("pack", plain, tmp_path / "t", code=code)
-    Outcome(done.returncode, done.stdout, done.stderr).failed(
-        4, "File too large; nothing was left behind", "make room"
-    )
-    assert names(tmp_path) == before
-
-
 def test_control_characters_do_not_reach_the_terminal(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,33 +207,3 @@ def test_control_characters_do_not_reach_the_terminal(
         found = run("pack", tmp_path / name, tmp_path / "out")
         found.failed(common.USAGE, "does not exist", "check the path")
         assert all(line.isprintable() for line in found.err.splitlines())
-
-
-def test_files_whose_names_are_not_utf8(run: Run, plain: Path, tmp_path: Path) -> None:
-    name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.safetensors"))
-    try:
-        plain.rename(name)
-    except OSError:
-        pytest.skip("this file system has names of Unicode only")
-    packed = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xfe"))
-    assert run("pack", name, packed, "--json").code == 0
-    assert run("verify", packed, "--against", name).code == 0
-    assert run("inspect", packed).code == 0
-    assert run("unpack", packed, tmp_path / "again").code == 0
-    assert (tmp_path / "again").read_bytes() == name.read_bytes()
-    packed.write_bytes(b"x")
-    found = run("unpack", packed, tmp_path / "other")
-    found.failed(common.DAMAGED_INPUT, r"udcfe", "fetch")
-
-
-@pytest.mark.parametrize("threads", [0, 100_000, 1 << 31, (1 << 32) + 1])
-def test_numbers_of_threads_that_cannot_be(threads: int, run: Run, plain: Path, tmp_path: Path) -> None:
-    for command in (
-        ("pack", plain, tmp_path / "out"),
-        ("verify", plain),
-        ("unpack", plain, tmp_path / "out"),
-        ("diff", plain, plain, tmp_path / "out"),
-        ("patch", plain, plain, tmp_path / "out"),
-    ):
-        found = run(*command, "--threads", threads)
-        found.failed(common.USAGE, "'--threads'", "--help")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.cli import Run, names
+from support.cli import Run
 from support.commands import process
+from support.folders import names
 
 import tpde
 

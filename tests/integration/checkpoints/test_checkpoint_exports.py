@@ -1,0 +1,79 @@
+"""Steps of checkpoint stores become safetensors files and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import equal, filled
+
+from tpde import CheckpointStore
+from tpde.errors import DestinationExists, TpdeError
+
+torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
+
+
+def test_an_export_is_what_others_read(run: dict[int, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    store = filled(tmp_path / "store", run)
+    out = tmp_path / "out"
+    store.export(4, out)
+    assert sorted(it.name for it in out.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "rng.safetensors",
+        "state.json",
+    ]
+    model = load_file(out / "model.safetensors")
+    assert equal({name: model[name] for name in run[4]["model"]}, dict(run[4]["model"]))
+    exp_avg = load_file(out / "optimizer.safetensors")["state/0/exp_avg"]
+    assert equal(exp_avg, run[4]["optimizer"]["state"][0]["exp_avg"])
+    rest = json.loads((out / "state.json").read_text())
+    assert rest["step"] == 4
+    assert rest["state"]["rng"]["torch"] == ["tensor", ["rng.safetensors", "torch"]]
+    with pytest.raises(DestinationExists):
+        store.export(4, out)
+    store.export(5, out, force=True)
+    assert json.loads((out / "state.json").read_text())["step"] == 5
+    (out / "mine").write_text("mine")
+    with pytest.raises(TpdeError):
+        store.export(6, out, force=True)
+    assert json.loads((out / "state.json").read_text())["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "files"),
+    [
+        ([torch.ones(2)], {"state.safetensors": ["0"]}),
+        (torch.ones(2), {"state.safetensors": ["tensor"]}),
+        (
+            {"a/b": torch.ones(1), ".c": torch.ones(1)},
+            {"part-0.safetensors": ["tensor"], "part-1.safetensors": ["tensor"]},
+        ),
+        ({1: torch.ones(1), "1": {"x": torch.ones(2)}}, {"1.safetensors": ["tensor", "x"]}),
+        (
+            {"part-1": torch.ones(1), "/": torch.ones(1), "part-0": torch.ones(1)},
+            {f"part-{i}.safetensors": ["tensor"] for i in (0, 1, 2)},
+        ),
+        (
+            {"/": torch.ones(1), "part-0": torch.ones(1)},
+            {f"part-{i}.safetensors": ["tensor"] for i in (0, 1)},
+        ),
+        ({"a": {"__metadata__": torch.ones(1)}}, {"a.safetensors": ["__metadata__'0"]}),
+        ({"a": 1}, {}),
+    ],
+)
+def test_exports_of_odd_states(tmp_path: Path, state: Any, files: dict[str, list[str]]) -> None:
+    from safetensors import safe_open
+
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, state)
+        store.export(1, tmp_path / "out")
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found[path.name] = sorted(file.keys())
+    assert found == files
