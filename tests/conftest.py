@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+if TYPE_CHECKING:  # needs torch
+    from support.checkpoints import Pair
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` for every test, however pytest is started
 sys.path.append(str(Path(__file__).parents[1]))  # and `benchmarks`
@@ -65,3 +68,11 @@ def launch_on() -> Iterator[Callable[[Any], Any]]:
             return backend
 
         yield put
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A tiny Llama, plain and packed; nothing is written into its folders."""
+    from support.checkpoints import checkpoint
+
+    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")

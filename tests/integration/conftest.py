@@ -23,14 +23,6 @@ def packed(tmp_path: Path, plain: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A tiny Llama, plain and packed."""
-    from support.checkpoints import checkpoint
-
-    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pair]:
     """A tiny mixture of experts."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tpde.codec.selection import CodecName
@@ -15,7 +17,7 @@ from tpde.files.unpack_file import unpack_to
 from tpde.files.verify_file import verify_file
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
-from tpde.io.sources import ByteSource, BytesSource
+from tpde.io.sources import ByteSource, BytesSource, FileSource
 
 Tensors = Mapping[str, tuple[TensorSpec, bytes]]
 
@@ -39,6 +41,12 @@ def safetensors_bytes(tensors: Tensors, metadata: Mapping[str, str] | None = Non
         at = end
         data.append(content)
     return container(header, b"".join(data))
+
+
+def random_file(path: Path, size: int) -> FileSource:
+    """Write random bytes, the same each time, and open them."""
+    path.write_bytes(random.Random(1).randbytes(size))
+    return FileSource(path)
 
 
 class WatchedFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from support.files import WatchedFile, pack_bytes, safetensors_bytes  # noqa: E402
+from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 from support.kernels import Card  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from support.noted_reading import NotedReader, decode, runs_of  # noqa: E402
 
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, Truncated  # noqa: E402
@@ -23,9 +23,8 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.loading import plain_weights  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
-from tpde.loading.plain_weights import SCRATCH_LEAST, decode_runs  # noqa: E402
-from tpde.loading.reading import Reader, Reading  # noqa: E402
-from tpde.loading.runs import Run  # noqa: E402
+from tpde.loading.plain_weights import decode_runs  # noqa: E402
+from tpde.loading.reading import Reader  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -51,10 +50,6 @@ def checkpoint(weights: dict[str, Any], tmp_path: Path) -> Iterator[Checkpoint]:
         yield found
 
 
-def runs_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
-
-
 def model_of(weights: dict[str, Any]) -> Any:
     with torch.device("meta"):
         made = [torch.nn.Linear(it.shape[1], ROWS, bias=False, dtype=it.dtype) for it in weights.values()]
@@ -64,40 +59,6 @@ def model_of(weights: dict[str, Any]) -> Any:
 def threads() -> list[str]:
     """Those that read."""
     return [it.name for it in threading.enumerate() if it.name.startswith("tpde-read")]
-
-
-class Complete:
-    """A batch that is being read; tells when it is there."""
-
-    def __init__(self, reading: Reading, tell: Callable[[], None]) -> None:
-        self._reading, self._tell = reading, tell
-
-    def wait(self) -> None:
-        self._reading.wait()
-        self._tell()
-
-
-class NotedReader(Reader):
-    """Tells what it is asked for, reads by a function, and tells when a batch is there to be decoded."""
-
-    def __init__(
-        self,
-        device: Any,
-        *,
-        note: Callable[[Sequence[Any], Sequence[Extent]], None] = lambda *_: None,
-        read_into: Callable[[Any, int, memoryview], None] = FileSource.read_into,
-        complete: Callable[[], None] = lambda: None,
-        **options: Any,
-    ) -> None:
-        super().__init__(device, **options)
-        self._note, self._read_into, self._complete = note, read_into, complete
-
-    def begin(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
-        self._note(tensors, extents)
-        watched = [
-            it._replace(source=WatchedFile(it.source, partial(self._read_into, it.source))) for it in extents
-        ]
-        return Complete(super().begin(tensors, watched), self._complete)
 
 
 class Watched:
@@ -138,16 +99,6 @@ class Watched:
             reading += 1 if what == "read" else -1
             most = max(most, reading)
         return most
-
-
-def decode(
-    model: Any,
-    checkpoint: Checkpoint,
-    room: int,
-    make_reader: Callable[[Any], Reader] = Reader,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    decode_runs(model, runs_of(checkpoint), CPU, progress, room, make_reader)
 
 
 def room_for_two(checkpoint: Checkpoint) -> int:
@@ -313,65 +264,6 @@ def test_a_gpu_tells_damage(card: Card, weights: dict[str, Any], checkpoint: Che
         on_card(card, model_of(weights), checkpoint, 1 << 20)
     assert caught.value.tensor == NAMES[3]
     assert not threads()
-
-
-# ---- the room for blobs ----
-
-
-class Rooms:
-    """Notes the rooms that blobs are read to: how large, and that the one before is gone by then."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sizes: list[int] = []
-        self._rooms: list[StorageWeakRef] = []
-        self._beside: dict[int, bool] = {}  # by addresses: a room was there when this was allocated
-        empty = torch.empty
-
-        def noted(*args: Any, **options: Any) -> Any:
-            beside = not all(it.expired() for it in self._rooms)
-            made = empty(*args, **options)
-            self._beside[made.data_ptr()] = beside
-            return made
-
-        monkeypatch.setattr(torch, "empty", noted)
-
-    def reader(self, device: Any) -> Reader:
-        """What reads."""
-        return NotedReader(device, note=self._read)
-
-    def _read(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> None:
-        room = tensors[0].untyped_storage()
-        if self._rooms and not self._rooms[-1].expired():
-            return
-        assert not self._beside[room.data_ptr()], "the room before is still there"
-        self.sizes.append(room.nbytes())
-        self._rooms.append(StorageWeakRef(room))
-
-
-def rooms_for(widths: Sequence[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], ...]:
-    """Decode one row after the other; gives the rooms that were taken, and those that the blobs need."""
-    rows = {f"{i}.weight": torch.randn(1, it).to(torch.bfloat16) for i, it in enumerate(widths)}
-    packed_torch.save_file(rows, folder / "rows.safetensors")
-    with torch.device("meta"):
-        made = [torch.nn.Linear(it, 1, bias=False, dtype=torch.bfloat16) for it in widths]
-    rooms = Rooms(monkeypatch)
-    with Checkpoint([folder / "rows.safetensors"]) as checkpoint:
-        decode(torch.nn.Sequential(*made), checkpoint, 0, rooms.reader)
-        return rooms.sizes, [-(-checkpoint.packed[it].extent.size // 256) * 256 for it in rows]
-
-
-def test_the_room_before_is_given_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than twice as much as is needed does not stay, nor do the blobs that were there."""
-    rooms, needed = rooms_for([SCRATCH_LEAST, 9000, 9000], tmp_path, monkeypatch)
-    assert needed[0] > SCRATCH_LEAST
-    assert rooms == [needed[0], max(needed[1:])]
-
-
-def test_a_small_room_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares a segment of the allocator with others, and would not go back."""
-    rooms, needed = rooms_for([90_000, 9000, 8000], tmp_path, monkeypatch)
-    assert rooms == [needed[0]]
-    assert needed[0] > 2 * needed[1]
 
 
 def test_there_is_no_more_room_than_is_of_use(

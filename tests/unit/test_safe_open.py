@@ -1,4 +1,4 @@
-"""What `safe_open`, `tpde.numpy` and `tpde.torch` promise, against NumPy's own indexing, for every dtype."""
+"""What `safe_open`, `tpde.numpy` and `tpde.torch` promise of files: names, order, devices, and closing."""
 
 from __future__ import annotations
 
@@ -7,153 +7,27 @@ import copy
 import gc
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import spoilt
-from support.contents import CONTENTS, fill
+from support.contents import fill
 from support.files import container, pack_bytes, safetensors_bytes
 
 import tpde
 import tpde.numpy
-from tpde.access import TensorSlice
-from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
+from tpde.errors import InvalidInput, UnsupportedDtype
 from tpde.files.reader import PackedFile
-from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.frameworks import _ML_DTYPES, _NUMPY, _TORCH, torch_bytes
 
 torch = pytest.importorskip("torch")
 
+from support.every_dtype import FILE, SHAPE, bits_of, by_numpy  # noqa: E402
+
 import tpde.torch  # noqa: E402
-
-SHAPE = (6, 5, 400)  # of bf16: 12,000 words, so two chunks
-SPECS = {dtype: TensorSpec(dtype, SHAPE) for dtype in DTYPES}
-FILE = pack_bytes(
-    safetensors_bytes({d: (s, fill("normal", s)) for d, s in SPECS.items()}, {"k": "v", "a": "b"})
-)
-PLAIN = safetensors_bytes({d: (s, fill("normal", s)) for d, s in SPECS.items()})
-KNOWN = [*_NUMPY, *_ML_DTYPES]
-SUB_BYTE = [d for d in DTYPES if DTYPES[d].bits < 8]
-
-
-def _bits(array: Any) -> tuple[Any, ...]:
-    """Shape and bytes: values compare equal where bits differ."""
-    array = np.asarray(array)
-    return array.shape, array.dtype.name, np.ascontiguousarray(array).tobytes()
-
-
-def _whole(dtype: str) -> Any:
-    """The tensor by NumPy alone."""
-    if dtype in _NUMPY:
-        kind: Any = np.dtype(_NUMPY[dtype])
-    else:
-        import ml_dtypes
-
-        kind = np.dtype(getattr(ml_dtypes, _ML_DTYPES[dtype]))
-    return np.frombuffer(fill("normal", SPECS[dtype]), kind).reshape(SHAPE)
-
-
-def _part(size: int) -> st.SearchStrategy[Any]:
-    bound = st.none() | st.integers(-size - 2, size + 2)
-    return st.integers(-size, size - 1) | st.builds(slice, bound, bound, st.none() | st.integers(1, size + 1))
-
-
-@st.composite
-def indices(draw: st.DrawFn) -> Any:
-    """Give an index as NumPy takes it: up to three parts, perhaps an ellipsis, perhaps alone."""
-    sizes = SHAPE[: draw(st.integers(0, 3))]
-    parts: list[Any] = [draw(_part(n)) for n in sizes]
-    if draw(st.booleans()):
-        behind = draw(st.integers(0, 3 - len(parts)))
-        parts += [..., *[draw(_part(n)) for n in SHAPE[len(SHAPE) - behind :]]] if behind else [...]
-    return parts[0] if len(parts) == 1 and draw(st.booleans()) else tuple(parts)
-
-
-@given(st.sampled_from(KNOWN), indices(), st.sampled_from([FILE, PLAIN]))
-def test_slices_are_those_of_numpy(dtype: str, index: Any, file: bytes) -> None:
-    with tpde.safe_open(file, framework="np") as opened:
-        part = opened.get_slice(dtype)
-        assert (part.get_shape(), part.get_dtype()) == (list(SHAPE), dtype)
-        assert _bits(part[index]) == _bits(_whole(dtype)[index])
-
-
-@settings(max_examples=30)
-@given(st.sampled_from(["BF16", "F8_E5M2", "I64", "C64", "F32"]), indices())
-def test_slices_of_torch_have_the_same_bits(dtype: str, index: Any) -> None:
-    with tpde.safe_open(FILE, framework="pt") as opened:
-        found = opened.get_slice(dtype)[index]
-    needed = _whole(dtype)[index]
-    assert tuple(found.shape) == needed.shape
-    assert torch_bytes(found).tobytes() == needed.tobytes()
-
-
-@pytest.mark.parametrize("index", [(0, 0, 0, 0), (..., ...), 6, -7, (0, 5), (0, 0, 400)])
-def test_indices_that_are_none_are_refused_as_numpy_refuses_them(index: Any) -> None:
-    with tpde.safe_open(FILE, framework="np") as opened, pytest.raises(IndexError):
-        opened.get_slice("BF16")[index]
-
-
-@pytest.mark.parametrize("index", [slice(None, None, -1), (0, slice(None, None, -2))])
-def test_steps_backwards_are_refused(index: Any) -> None:
-    with tpde.safe_open(FILE, framework="np") as opened, pytest.raises(IndexError, match="steps start at 1"):
-        opened.get_slice("BF16")[index]
-
-
-@pytest.mark.parametrize("index", [True, None, 1.0, "0", [0], (0, None)])
-def test_indices_of_other_kinds_are_refused(index: Any) -> None:
-    with tpde.safe_open(FILE, framework="np") as opened, pytest.raises(IndexError, match="an index of type"):
-        opened.get_slice("BF16")[index]
-
-
-def test_numbers_of_four_bits_are_sliced_in_pairs() -> None:
-    data = np.frombuffer(fill("normal", SPECS["F4"]), np.uint8).reshape(6, 5, 200)
-    with tpde.safe_open(FILE, framework="pt") as opened:
-        part = opened.get_slice("F4")
-        if hasattr(torch, "float4_e2m1fn_x2"):
-            assert part[2:4].view(torch.uint8).numpy().tobytes() == data[2:4].tobytes()
-            assert part[1, 3].view(torch.uint8).numpy().tobytes() == data[1, 3].tobytes()
-            assert opened.get_tensor("F4").view(torch.uint8).numpy().tobytes() == data.tobytes()
-            for low, high in ((0, 0), (0, 2), (2, 6), (398, 400)):
-                found = part[1, 3, low:high].view(torch.uint8).numpy()
-                assert found.tobytes() == data[1, 3, low // 2 : high // 2].tobytes()
-        for low, high in ((1, 3), (1, 4), (0, 3), (399, 400)):
-            with pytest.raises(UnsupportedDtype, match="inside a byte"):
-                part[0, 0, low:high]
-        with pytest.raises(UnsupportedDtype, match="inside a byte"):
-            part[0, 0, 3]
-
-
-@pytest.mark.parametrize("dtype", SUB_BYTE)
-def test_dtypes_that_numpy_lacks_are_named(dtype: str) -> None:
-    with tpde.safe_open(FILE, framework="np") as opened:
-        with pytest.raises(UnsupportedDtype, match=dtype):
-            opened.get_tensor(dtype)
-        with pytest.raises(UnsupportedDtype, match=dtype):
-            opened.get_slice(dtype)[0]
-
-
-def test_a_slice_reads_its_own_chunks_only() -> None:
-    spec = TensorSpec("BF16", (40, 8192))  # a chunk a row
-    source = safetensors_bytes({"x": (spec, fill("normal", spec))})
-    damaged = bytearray(pack_bytes(source))
-    with PackedFile(bytes(damaged)) as file:
-        blob = file.tensor("x").blob
-        at = file.container.data_start + file.container.entries["x_tpde"].begin + int(blob.offsets[7]) + 40
-    damaged[at] ^= 1
-    with tpde.safe_open(bytes(damaged), framework="np") as opened:
-        part = opened.get_slice("x")
-        for rows in (slice(0, 7), slice(8, 40)):
-            part[rows]
-        with pytest.raises(tpde.Corrupt) as caught:
-            part[5:9]
-    assert (caught.value.tensor, caught.value.chunk) == ("x", 7)
 
 
 def test_names_order_and_metadata_are_the_sources() -> None:
@@ -235,21 +109,6 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
                 read(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", KNOWN)
-def test_dtypes_that_numpy_knows_by_another_package_ask_for_it(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    file = pack_bytes(safetensors_bytes({"x": (SPECS[dtype], fill("normal", SPECS[dtype]))}))
-    if dtype in _NUMPY:
-        assert tpde.numpy.load(file)["x"].shape == SHAPE
-        return
-    with pytest.raises(
-        MissingDependency, match=rf"{dtype} only with `ml_dtypes`.*pip install \"tpde\[numpy\]\""
-    ):
-        tpde.numpy.load(file)
-
-
 def test_dtypes_that_a_framework_lacks_are_refused_in_all_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(FILE)  # every dtype
     for read in READERS.values():
@@ -274,7 +133,7 @@ def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
     tensor, part = opened.get_tensor("F32"), opened.get_slice("F32")
     opened.close()
     opened.close()
-    assert _bits(tensor) == _bits(_whole("F32"))
+    assert bits_of(tensor) == bits_of(by_numpy("F32"))
     for use in (lambda: opened.get_tensor("F32"), lambda: part[0]):
         with pytest.raises((OSError, ValueError)):
             use()
@@ -310,49 +169,6 @@ def test_frameworks_have_two_names_each(framework: Any) -> None:
     with tpde.safe_open(FILE, framework=framework) as opened:
         assert isinstance(opened.get_tensor("F32"), kind)
         assert isinstance(opened.get_slice("F32")[1:], kind)
-
-
-class Asked:
-    """A tensor of numbers that notes what is read of it, in elements, and by how many threads."""
-
-    def __init__(self, *shape: int) -> None:
-        self.spec, self.reads = TensorSpec("I32", shape), list[tuple[int, int, int]]()
-        self.whole = np.arange(self.spec.nbytes // 4, dtype=np.int32).reshape(shape)
-
-    def read(self, begin: int, end: int, out: Any, threads: int) -> None:
-        self.reads.append((begin // 4, end // 4, threads))
-        out[:] = self.whole.reshape(-1).view(np.uint8)[begin:end]
-
-
-@pytest.mark.parametrize(
-    ("index", "read"),
-    [
-        (1, (2000, 4000)),
-        (slice(1, 6, 3), (2000, 10_000)),
-        ((-1, 2, 7), (10_807, 10_808)),
-        ((2, slice(1, 1)), (4400, 4400)),
-        ((0, slice(1, 4), 3), (400, 1600)),
-        (slice(5, 2), (10_000, 10_000)),
-        (..., (0, 12_000)),
-        ((..., 3), (0, 12_000)),
-        ((4, 4, slice(398, None)), (9998, 10_000)),
-    ],
-)
-def test_a_slice_reads_from_its_first_element_to_its_last(index: Any, read: tuple[int, int]) -> None:
-    tensor = Asked(6, 5, 400)
-    placed: list[Any] = []
-    part = TensorSlice(tensor, "np", 3, lambda it: placed.append(it) or it)  # type: ignore[arg-type]
-    assert _bits(part[index]) == _bits(tensor.whole[index])
-    assert tensor.reads == [(*read, 3)]
-    assert len(placed) == 1
-
-
-def test_scalars_are_indexed_by_nothing() -> None:
-    tensor = Asked()
-    part = TensorSlice(tensor, "np", 1, lambda it: it)  # type: ignore[arg-type]
-    assert (part[()].tolist(), part[...].tolist(), part.get_shape()) == (0, 0, [])
-    with pytest.raises(IndexError, match="1 indices for a tensor of 0 dimensions"):
-        part[0]
 
 
 def test_threads_decode_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,38 +207,3 @@ def test_a_pickled_safe_open_reads_no_other_file(tmp_path: Path) -> None:
                     continue  # shares the file, which is fine
                 with pytest.raises(InvalidInput, match="open it there"):
                     duplicate(it)
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_arrays_saved_come_back_bit_for_bit(content: str, tmp_path: Path) -> None:
-    arrays: dict[str, Any] = {}
-    for dtype in KNOWN:
-        spec = TensorSpec(dtype, (3, 700))
-        arrays[dtype] = np.frombuffer(fill(content, spec), _whole(dtype).dtype).reshape(3, 700)
-        arrays[f"{dtype}.t"] = arrays[dtype].T
-    arrays["scalar"], arrays["empty"] = np.array(3, np.int16), np.empty((0, 4), np.float32)
-    arrays["swapped"] = np.arange(600, dtype=">i4")
-    tpde.numpy.save_file(arrays, tmp_path / "x", metadata={"a": "b"})
-    data = tpde.numpy.save(arrays, metadata={"a": "b"})
-    assert data == (tmp_path / "x").read_bytes()
-    arrays["swapped"] = arrays["swapped"].astype("<i4")
-    for found in (tpde.numpy.load_file(tmp_path / "x"), tpde.numpy.load(data)):
-        assert {n: _bits(a) for n, a in found.items()} == {n: _bits(a) for n, a in arrays.items()}
-
-
-@pytest.mark.parametrize("content", ["normal", "random", "constant", "specials"])
-def test_tensors_saved_come_back_bit_for_bit(content: str, tmp_path: Path) -> None:
-    tensors: dict[str, Any] = {}
-    for dtype, name in _TORCH.items():
-        if hasattr(torch, name):
-            raw = torch.frombuffer(bytearray(fill(content, TensorSpec(dtype, (3, 700)))), dtype=torch.uint8)
-            tensors[dtype] = raw.view(getattr(torch, name)).view(3, -1)
-    tensors["scalar"], tensors["empty"] = torch.tensor(3.0), torch.empty(0, 4)
-    tpde.torch.save_file(tensors, tmp_path / "x", metadata={"a": "b"})
-    data = tpde.torch.save(tensors, metadata={"a": "b"})
-    assert data == (tmp_path / "x").read_bytes()
-    for found in (tpde.torch.load_file(tmp_path / "x"), tpde.torch.load(data)):
-        assert found.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-            assert torch_bytes(found[name]).tobytes() == torch_bytes(tensor).tobytes()

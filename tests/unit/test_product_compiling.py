@@ -1,0 +1,115 @@
+"""Kernels of products from windows are compiled at a time, once, ahead where asked for; and what fails."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.backends import MadeBackend, MadeKernel
+from support.window_products import H200, there
+
+from tpde.codec.windows import sections
+from tpde.cuda import window_products
+from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_products import compile_ahead
+from tpde.errors import CompileError, UnsupportedDevice
+
+
+def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
+    """By other threads, each once, before this one asks."""
+    asked: list[tuple[str, str]] = []
+    here, two = threading.current_thread(), threading.Event()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        what = name, repr(sorted(defines.items()))
+        if threading.current_thread() is here:
+            assert what in asked
+        else:
+            assert what not in asked
+            asked.append(what)
+            if len(asked) == 2:
+                two.set()
+            assert two.wait(20)  # one at a time, it would wait in vain
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    there(sections(4096, 4096)).prepare()
+    assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
+
+
+def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error is raised, not that of the kernel asked for first; what has not begun is left."""
+    numbers, four, ended = itertools.count(1), threading.Barrier(4), threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        """Says when it has taken back what it was asked to, before it waits for what has begun."""
+
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            ended.set()
+            super().shutdown(wait)
+
+    def kernel(*_: Any, **__: Any) -> MadeKernel:
+        number = next(numbers)
+        if number <= 4:
+            four.wait(20)
+        if number == 4:
+            raise CompileError("the first")
+        assert ended.wait(20)
+        raise CompileError("another")
+
+    monkeypatch.setattr(window_products, "ThreadPoolExecutor", Pool)
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    with pytest.raises(CompileError, match="the first"):
+        there(sections(4096, 4096)).prepare()
+    assert next(numbers) <= 6, "the thread of the one that failed may have begun another"
+
+
+def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
+    """Without waiting for any: those of encoding and of a shape; `prepare` asks for no other."""
+    asked: queue.Queue[tuple[str, str]] = queue.Queue()
+    may = threading.Event()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        assert may.wait(20)
+        asked.put((name, repr(sorted(defines.items()))))
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    compile_ahead(4096, 5120, 0)
+    assert asked.empty()
+    may.set()
+    assert asked.get(timeout=20)[0] == "plan"
+    matrix = there(sections(4096, 5120))
+    products = {matrix.ways(count)[0].label for count in range(1, MOST_ROWS + 1)}
+    found = {asked.get(timeout=20) for _ in range(2 + len(products))}
+    assert {"rows", "lookup", "product", "group_product", "wide_product"} == {name for name, _ in found}
+    matrix.prepare()
+    assert {asked.get() for _ in range(asked.qsize())} <= found
+
+
+def test_what_fails_ahead_is_told_later(launch_on: Any) -> None:
+    """It is tried once for all layers of a shape."""
+    asked: queue.Queue[tuple[str, int]] = queue.Queue()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        asked.put((name, defines.get("TAIL", 0)))
+        raise CompileError("refused")
+
+    launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
+    for columns in (6144, 6144, 6144, 6200):
+        compile_ahead(4096, columns, 0)
+    encoding = 0
+    while (it := asked.get(timeout=20))[1] == 0:  # the last shape's chunks are not all full
+        encoding += it[0] == "plan"
+    assert encoding == 2
+    with pytest.raises(CompileError, match="refused"):
+        there(sections(4096, 6144)).prepare()
+    launch_on(MadeBackend(facts=UnsupportedDevice("too old")))
+    with pytest.raises(UnsupportedDevice, match="too old"):
+        compile_ahead(4096, 6144, 0)

@@ -1,0 +1,122 @@
+"""The writer refuses misuse, commits once, and leaves no trace where it does not end well."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.contents import fill, spec_of
+
+from tpde.errors import DestinationExists, InvalidDestination
+from tpde.files.file_writer import FileWriter
+from tpde.format.container import TensorSpec
+from tpde.io.sinks import BytesSink
+
+SPEC = spec_of("BF16", 20_000)
+
+
+class _Sink(BytesSink):
+    """Notes what becomes of it."""
+
+    ended = ""
+
+    def commit(self) -> None:
+        self.ended += "commit "
+
+    def abort(self) -> None:
+        self.ended += "abort "
+
+
+def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = _Sink()
+    with FileWriter(sink, {"w": SPEC}) as writer:
+        writer.write("w", fill("normal", SPEC))
+    assert sink.ended == "commit "
+    for error in (OSError, KeyboardInterrupt, MemoryError):
+        sink = _Sink()
+
+        def fail(error: type[BaseException] = error) -> None:
+            raise error
+
+        writer = FileWriter(sink, {"w": SPEC})
+        writer.write("w", fill("normal", SPEC))
+        monkeypatch.setattr(sink, "commit", fail)
+        with pytest.raises(error):
+            writer.close()
+        assert sink.ended == "abort "
+
+
+def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=2)
+    pools: list[Executor] = []
+
+    def fail(pool: Executor, *_: Any, **__: Any) -> None:
+        pools.append(pool)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", fail)
+        with pytest.raises(KeyboardInterrupt):
+            writer.abort()
+    (pool,) = pools
+    pool.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _misuse(error: type[Exception], match: str, *writes: tuple[str, int], **options: object) -> None:
+    sink = BytesSink()
+    specs = {"a": TensorSpec("U8", (10,)), "b": TensorSpec("U8", (10,))}
+
+    def write_all() -> None:
+        with FileWriter(sink, specs, **options) as writer:
+            for name, size in writes:
+                writer.write(name, bytes(size))
+
+    with pytest.raises(error, match=match):
+        write_all()
+    assert not sink.data
+
+
+def test_misuse_is_refused_and_leaves_nothing() -> None:
+    _misuse(KeyError, "`c` was not announced", ("c", 1))
+    _misuse(ValueError, "has 10 bytes, 11 were given", ("a", 11))
+    _misuse(ValueError, "has 10 bytes, 12 were given", ("a", 9), ("a", 3))
+    _misuse(ValueError, "complete it before `b` begins", ("a", 9), ("b", 10))
+    _misuse(ValueError, "was written already", ("a", 10), ("a", 1))
+    _misuse(ValueError, "is not complete", ("a", 10))
+    _misuse(ValueError, "is not complete", ("a", 10), ("b", 9))
+    _misuse(ValueError, "at least 1", threads=0)
+    _misuse(ValueError, "no codec `lzma`", codec="lzma")
+
+
+def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"theirs")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DestinationExists, match="taken"):
+        FileWriter(tmp_path / "taken", {"w": SPEC})
+    for name in ("folder", "none/x", "taken/x"):
+        for force in (False, True):
+            with pytest.raises(InvalidDestination):
+                FileWriter(tmp_path / name, {"w": SPEC}, force=force)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "taken").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("how", ["abort", "exception", "incomplete"])
+def test_a_writer_that_does_not_end_well_leaves_no_trace(how: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"before")
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, force=True)
+    writer.write("w", fill("normal", SPEC)[:-1])
+    if how == "abort":
+        writer.abort()
+    elif how == "exception":
+        with pytest.raises(ValueError, match="complete it before `other`"), writer:
+            writer.write("other", b"")
+    else:
+        with pytest.raises(ValueError, match="is not complete"):
+            writer.close()
+    assert (tmp_path / "x").read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
