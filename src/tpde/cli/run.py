@@ -318,9 +318,8 @@ def _embed(
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
     record = stats or trace is not None
     with ExitStack() as bar:
-        model, loading = _load(
-            folder, device, budget, record, bar, AutoModel, result["kernels"], result["pack"]
-        )
+        way = result["kernels"], result["pack"]
+        model, loading = _load(folder, device, budget, record, bar, AutoModel, *way)
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)
         seconds = time.perf_counter() - start
