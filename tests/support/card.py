@@ -9,7 +9,8 @@ import torch
 
 from tpde.memory import allowance
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+OUTSIDE = GIB // 8  # of a budget, for what is not PyTorch's
 DEVICE = torch.device("cuda", 0)
 
 

@@ -118,3 +118,23 @@ class OnCard(Resident):
     def device(self) -> Any:
         """The card."""
         return self._card
+
+
+class There(torch.Tensor):
+    """Memory that says that it is a device's. What is brought from there is counted."""
+
+    brought: list[int]
+
+    @property
+    def device(self) -> Any:
+        """The first one."""
+        return torch.device("cuda", 0)
+
+    def cpu(self) -> Any:
+        """Bring it."""
+        There.brought.append(self.numel())
+        return self.as_subclass(torch.Tensor)
+
+    def numpy(self) -> Any:
+        """Refuse."""
+        raise AssertionError("of memory that is not here")

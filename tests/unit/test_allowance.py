@@ -1,4 +1,4 @@
-"""Budgets of device memory, with a card that is made up."""
+"""Budgets of device memory: how they add up, end, and keep to the user's limit. The card is made up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from tpde.errors import OutOfMemory
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.card import DEVICE, GIB, OUTSIDE, Card  # noqa: E402
 
-from tpde.memory import allowance  # noqa: E402
 from tpde.memory.allowance import Allowance  # noqa: E402
-
-OUTSIDE = GIB // 8
 
 
 @pytest.fixture
@@ -72,85 +69,21 @@ def test_garbage_that_is_collected_meanwhile_may_hold_a_budget(
     assert card.allowed == (3 * GIB - OUTSIDE if while_ == "a budget starts" else card.total)
 
 
-def test_what_was_allocated_before_counts(card: Card) -> None:
-    card.reserved, card.free = GIB, 3 * GIB
-    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
-    assert made.others == GIB
-    made.start()
+def test_a_budget_that_was_never_started_ends_quietly(card: Card) -> None:
+    first, other = Allowance(DEVICE, 4 * GIB, OUTSIDE), Allowance(DEVICE, 2 * GIB, OUTSIDE)
+    first.start()
+    other.close()
     assert card.allowed == 4 * GIB - OUTSIDE
+    first.close()
+    assert card.fraction == 1.0
 
 
-def test_what_was_allocated_for_the_same_model_does_not_count(card: Card) -> None:
-    card.reserved, card.free = GIB, 3 * GIB
-    made = Allowance(DEVICE, 4 * GIB, OUTSIDE, reserved=GIB // 4)
-    assert made.others == GIB // 4
-    with pytest.raises(OutOfMemory, match=r"3\.75 GiB of 16\.00 GiB are free"):
-        Allowance(DEVICE, 5 * GIB, OUTSIDE, reserved=GIB // 4)
-    assert Allowance(DEVICE, 3 * GIB, OUTSIDE, reserved=2 * GIB).others == GIB  # some was given back since
+def test_a_budget_below_its_fixed_part_is_left_to_the_plan(card: Card) -> None:
+    """Which knows what else there must be, and names the least."""
+    assert Allowance(DEVICE, OUTSIDE // 2, OUTSIDE).others == 0
 
 
-# ---- segments that PyTorch keeps ----
-
-MIB = 1 << 20
-
-
-def test_what_pytorch_can_use_again_does_not_count(card: Card) -> None:
-    """A plain model of 10 GiB was there; a workspace of 2 MiB keeps its segment."""
-    card.keep(2 * MIB, 10 * GIB)
-    made = Allowance(DEVICE, 12 * GIB, OUTSIDE)
-    assert made.others == 2 * MIB
-    assert made.held == (2 * MIB, 10 * GIB, 0)
-    made.start()
-    assert card.allowed == 12 * GIB - OUTSIDE
-    # 5 GiB are free, and 10 in the segment.
-    Allowance(DEVICE, 15 * GIB, OUTSIDE)
-    with pytest.raises(OutOfMemory, match=r"15\.00 GiB of 16\.00 GiB are free"):
-        Allowance(DEVICE, 16 * GIB, OUTSIDE)
-
-
-def test_a_budget_below_what_pytorch_keeps(card: Card) -> None:
-    card.keep(2 * MIB, 10 * GIB)
-    says = (
-        r"`vram=8\.00 GiB` is less than .* cuda:0 already: PyTorch holds 10\.00 GiB, 0\.00 GiB of it in "
-        r"tensors and 10\.00 GiB unused, and keeps whole .* at least 10\.13 GiB, delete"
-    )
-    with pytest.raises(OutOfMemory, match=says):
-        Allowance(DEVICE, 8 * GIB, OUTSIDE)
-    Allowance(DEVICE, 10 * GIB + OUTSIDE + 2 * MIB, OUTSIDE).start()
-    assert card.allowed == card.reserved  # the promise holds
-    Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)  # which limits nobody
-
-
-@pytest.mark.parametrize(
-    ("hole", "options"),
-    [(31 * MIB, {}), (GIB, {"stream": 7}), (GIB, {"pool": (0, 1)})],
-    ids=["too small", "another stream's", "a CUDA graph's"],
-)
-def test_holes_that_are_of_no_use_count(hole: int, options: dict[str, Any], card: Card) -> None:
-    card.keep(2 * MIB, hole, 32 * MIB)
-    card.keep(MIB, hole, **options)
-    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
-    small = hole if hole < 32 * MIB else 0
-    assert made.others == 3 * MIB + hole + small
-    assert made.held.reusable == 32 * MIB + hole - small
-
-
-def test_what_is_told_of_a_budget_that_is_too_small(card: Card) -> None:
-    from tpde.loading.budgeted import Streaming
-    from tpde.planning.budget import Budget
-
-    def plan(vram: int) -> Any:
-        assert vram == 4 * GIB - MIB
-        raise OutOfMemory("the least is 6 GiB; pass that", least=6 * GIB)
-
-    card.keep(GIB, 3 * GIB, MIB)
-    says = (
-        r"PyTorch holds 4\.00 GiB, 1\.00 GiB of it in tensors and 3\.00 GiB unused, on cuda:0 .* "
-        r"of which 1\.00 GiB count"
-    )
-    with pytest.raises(OutOfMemory, match=says) as caught:
-        Streaming(Budget(5 * GIB)).decide(DEVICE, plan)
-    assert caught.value.least == 7 * GIB + MIB
+# ---- what is free ----
 
 
 def test_more_than_is_free(card: Card) -> None:
@@ -159,6 +92,21 @@ def test_more_than_is_free(card: Card) -> None:
         Allowance(DEVICE, 4 * GIB, OUTSIDE)
     assert card.fraction == 1.0
     Allowance(DEVICE, 3 * GIB, OUTSIDE)
+
+
+def test_a_budget_of_all_that_is_free(card: Card) -> None:
+    card.free = 3 * GIB
+    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
+    with pytest.raises(OutOfMemory, match="is more than cuda:0 has"):
+        Allowance(DEVICE, 3 * GIB + OUTSIDE + 1, OUTSIDE)
+    card.keep(GIB)  # which counts towards the budget, and is there
+    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
+
+
+def test_budgets_may_add_up_to_more_than_a_card_where_the_user_has_set_no_limit(card: Card) -> None:
+    """Each is what a model may take; whether so much is free is asked of the card."""
+    Allowance(DEVICE, 12 * GIB, OUTSIDE).start()
+    Allowance(DEVICE, 12 * GIB, OUTSIDE)
 
 
 # ---- limits that others set ----
@@ -203,6 +151,26 @@ def test_more_than_the_users_limit(card: Card) -> None:
     Allowance(DEVICE, 3 * GIB, OUTSIDE).start()
     with pytest.raises(OutOfMemory, match=r"may allocate 1\.12 GiB, by"):
         Allowance(DEVICE, 2 * GIB, OUTSIDE)
+
+
+def test_a_budget_of_all_that_the_user_allows(card: Card) -> None:
+    card.limit(0.25)
+    Allowance(DEVICE, 4 * GIB + OUTSIDE, OUTSIDE)
+    with pytest.raises(OutOfMemory, match=r"by `torch\.cuda\.set_per_process"):
+        Allowance(DEVICE, 4 * GIB + OUTSIDE + 1, OUTSIDE)
+
+
+def test_a_limit_that_is_set_after_a_budget_has_ended_is_the_users(card: Card) -> None:
+    """Also where it is the one that the budget had set."""
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    made.start()
+    ours = card.fraction
+    made.close()
+    card.limit(ours)
+    other = Allowance(DEVICE, GIB, OUTSIDE)
+    other.start()
+    other.close()
+    assert card.fraction == ours
 
 
 def test_a_pytorch_that_tells_no_limits(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,105 +218,3 @@ def test_one_models_budget_needs_memory_too(card: Card) -> None:
     card.limit(0.25)
     with pytest.raises(OutOfMemory, match=r"may allocate 2\.00 GiB, by"):
         Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)
-
-
-# ---- what a device holds ----
-
-
-def test_what_pytorch_can_give_back_is_given_back_first(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    card.reserved, card.allocated = 5 * GIB, 2 * GIB
-
-    def empty_cache() -> None:
-        card.reserved = 2 * GIB
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    assert allowance.held(DEVICE) == (2 * GIB, 0, 0)
-    assert Allowance(DEVICE, 4 * GIB, OUTSIDE).others == 2 * GIB
-
-
-def test_holes_of_another_device_do_not_count(card: Card) -> None:
-    card.keep(MIB, GIB)
-    card.segments[0]["device"] = 1
-    assert allowance.held(DEVICE) == (MIB, 0, GIB)
-
-
-def test_segments_of_a_pytorch_that_names_no_pools(card: Card) -> None:
-    card.keep(MIB, GIB)
-    del card.segments[0]["segment_pool_id"]
-    assert allowance.held(DEVICE) == (MIB, GIB, 0)
-
-
-def test_memory_in_use_is_no_hole(card: Card) -> None:
-    card.keep(GIB, 32 * MIB)
-    found = allowance.held(DEVICE)
-    assert found == (GIB, 32 * MIB, 0)
-    assert (found.counted, found.reserved) == (GIB, GIB + 32 * MIB)
-    # A snapshot of another moment may have more holes than there is.
-    card.reserved = GIB + 33 * MIB
-    card.segments[0]["blocks"].append({"size": GIB, "state": "inactive"})
-    assert allowance.held(DEVICE).rest == 0
-
-
-def test_what_is_held_is_told() -> None:
-    assert allowance.describe(allowance.Held(GIB, 0, 0)) == "1.00 GiB in tensors"
-    for idle in ((GIB, 0), (0, GIB)):
-        found = allowance.describe(allowance.Held(2 * GIB, *idle))
-        assert found == "3.00 GiB, 2.00 GiB of it in tensors and 1.00 GiB unused"
-
-
-def test_a_budget_below_its_fixed_part_is_left_to_the_plan(card: Card) -> None:
-    """Which knows what else there must be, and names the least."""
-    assert Allowance(DEVICE, OUTSIDE // 2, OUTSIDE).others == 0
-
-
-def test_a_budget_of_all_that_pytorch_keeps(card: Card) -> None:
-    card.keep(GIB)
-    assert Allowance(DEVICE, GIB + OUTSIDE, OUTSIDE).others == GIB
-    with pytest.raises(OutOfMemory, match="is less than this process has") as caught:
-        Allowance(DEVICE, GIB + OUTSIDE - 1, OUTSIDE)
-    assert caught.value.least == caught.value.needed == GIB + OUTSIDE
-    assert caught.value.found == GIB + OUTSIDE - 1
-
-
-def test_a_budget_of_all_that_is_free(card: Card) -> None:
-    card.free = 3 * GIB
-    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
-    with pytest.raises(OutOfMemory, match="is more than cuda:0 has"):
-        Allowance(DEVICE, 3 * GIB + OUTSIDE + 1, OUTSIDE)
-    card.keep(GIB)  # which counts towards the budget, and is there
-    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
-
-
-def test_a_budget_of_all_that_the_user_allows(card: Card) -> None:
-    card.limit(0.25)
-    Allowance(DEVICE, 4 * GIB + OUTSIDE, OUTSIDE)
-    with pytest.raises(OutOfMemory, match=r"by `torch\.cuda\.set_per_process"):
-        Allowance(DEVICE, 4 * GIB + OUTSIDE + 1, OUTSIDE)
-
-
-def test_budgets_may_add_up_to_more_than_a_card_where_the_user_has_set_no_limit(card: Card) -> None:
-    """Each is what a model may take; whether so much is free is asked of the card."""
-    Allowance(DEVICE, 12 * GIB, OUTSIDE).start()
-    Allowance(DEVICE, 12 * GIB, OUTSIDE)
-
-
-def test_a_budget_that_was_never_started_ends_quietly(card: Card) -> None:
-    first, other = Allowance(DEVICE, 4 * GIB, OUTSIDE), Allowance(DEVICE, 2 * GIB, OUTSIDE)
-    first.start()
-    other.close()
-    assert card.allowed == 4 * GIB - OUTSIDE
-    first.close()
-    assert card.fraction == 1.0
-
-
-def test_a_limit_that_is_set_after_a_budget_has_ended_is_the_users(card: Card) -> None:
-    """Also where it is the one that the budget had set."""
-    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
-    made.start()
-    ours = card.fraction
-    made.close()
-    card.limit(ours)
-    other = Allowance(DEVICE, GIB, OUTSIDE)
-    other.start()
-    other.close()
-    assert card.fraction == ours

@@ -1,106 +1,17 @@
-"""The C core refuses what Python's readers would have refused before, and what they leave to it."""
+"""The C core refuses what Python's readers would have refused before: chunks, index maps, sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.craft import DATA, SPEC, TABLE, edited_section, file_of, prefix_blob, refused
+from support.core_layouts import coded_layout, layout_of, section_of
+from support.craft import DATA, TABLE, file_of, prefix_blob
 
 from tpde.codec import core_chunks, native, prefix_codes, reference
-from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError
-from tpde.format.constants import CODEC_PREFIX
 from tpde.loading.checkpoint_files import Checkpoint
-
-
-def _layout(tables: int = 1) -> native.CoreLayout:
-    layout = core_layout(base_header(SPEC, CODEC_PREFIX, 512))
-    layout.tables = tables
-    return layout
-
-
-def _section(*tables: bytes) -> bytes:
-    data = b"".join(tables)
-    return data.ljust(reference.align(len(data), 16), b"\0")
-
-
-def test_a_coded_plane_without_a_table_is_refused() -> None:
-    blob = prefix_blob()
-    header = reference.parse_header(blob)
-    codec = prefix_codes.PrefixCodec(
-        _layout(), _section(TABLE.serialize())
-    )  # no plane of this layout has a table
-    index = np.frombuffer(blob, np.uint8, reference.RECORD.size * header.chunks, header.index_at)
-    out = np.empty(len(DATA), np.uint8)
-    with pytest.raises(Corrupt, match="a coded plane without a table"):
-        codec.decode(index, 0, np.frombuffer(blob, np.uint8), 0, header.blob_bytes, out)
-
-
-@pytest.mark.parametrize(("longest", "raw"), [(12, 1), (11, 2), (6, 7)])
-def test_an_index_above_twelve_bits_is_refused(longest: int, raw: int) -> None:
-    counts = bytes(2 * (longest - 1)) + (1 << longest).to_bytes(2, "little")
-    table = bytes([1, longest, raw, 0]) + counts + bytes(1 << longest)
-    with pytest.raises(Corrupt, match="raw bits out of range"):
-        prefix_codes.PrefixCodec(_layout(), _section(table))
-
-
-def test_bytes_after_a_table_are_refused() -> None:
-    table = TABLE.serialize()
-    prefix_codes.PrefixCodec(_layout(), _section(table))
-    with pytest.raises(Corrupt, match="does not fit its tables"):
-        prefix_codes.PrefixCodec(_layout(), _section(table) + bytes(16))
-    later = bytearray(_section(table, table))
-    prefix_codes.PrefixCodec(_layout(2), bytes(later))
-    later[2 * len(table) - 1] = 1
-    with pytest.raises(Corrupt, match="table 1: padding after a table is not zero"):
-        prefix_codes.PrefixCodec(_layout(2), bytes(later))
-    padded = reference.align(len(table), 16)
-    blob = prefix_blob()
-    for at in (len(table) - 1, padded - 1):  # of the table, and of the section
-        refused(edited_section(blob, at, b"\1"), match="padding")
-
-
-def test_a_seventeenth_table_is_refused() -> None:
-    table = TABLE.serialize()
-    assert len(prefix_codes.PrefixCodec(_layout(16), _section(*[table] * 16)).tables()) == 16
-    with pytest.raises(NativeError, match="layout is not valid"):
-        prefix_codes.PrefixCodec(_layout(17), _section(*[table] * 17))
-
-
-def test_offsets_beyond_32_bits_are_refused() -> None:
-    layout = _layout()
-    layout.first_table[1], layout.table_count[1] = 0, 1
-    codec = prefix_codes.PrefixCodec(layout, _section(TABLE.serialize()), encode=True)
-    words = np.frombuffer(DATA, np.uint8)
-    out = np.empty(codec.bound(len(DATA) // 2, 3), np.uint8)
-    last = ((1 << 32) - 1) << 4
-    record = codec.encode(words[:1024], 0, 1, last - 1024, out).records  # of 1024 bytes at most
-    assert int.from_bytes(record[:4].tobytes(), "little") == (1 << 32) - 1 - 64
-    with pytest.raises(NativeError, match="outgrows its 32-bit offsets"):
-        codec.encode(words, 0, 3, last - 1024, out)
-    with pytest.raises(NativeError):
-        codec.encode(words, 0, 3, last + 16, out)
-
-
-def test_a_plain_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    from support.files import safetensors_bytes
-
-    from tpde.format.container import TensorSpec
-
-    (tmp_path / "packed").write_bytes(file_of(prefix_blob()))
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(safetensors_bytes({"bias": (TensorSpec("U8", (3,)), b"abc")}))
-    files = [tmp_path / "packed", tmp_path / "a"]
-    with Checkpoint(files) as found:
-        assert (list(found.packed), list(found.plain)) == (["x"], ["bias"])
-    with pytest.raises(Corrupt, match="`bias` is in another file too"):
-        Checkpoint([*files, tmp_path / "b"])
-
-
-# ---- what readers refuse before the core does: others may call it, and some of it is left to it ----
 
 HEADER = reference.parse_header(prefix_blob())
 BLOB = np.frombuffer(prefix_blob(), np.uint8)
@@ -109,54 +20,35 @@ RECORDS = np.dtype(
 )
 
 
-def _coded() -> native.CoreLayout:
-    layout = _layout()
-    layout.first_table[1], layout.table_count[1] = 0, 1
-    return layout
-
-
 def _index() -> np.ndarray:
     size = reference.RECORD.size * HEADER.chunks
     return BLOB[HEADER.index_at : HEADER.index_at + size].copy()
 
 
 def _check(index: np.ndarray, largest: int = 1 << 16) -> None:
-    core_chunks.index_check(_coded(), index, HEADER.chunks_at, HEADER.blob_bytes, largest)
+    core_chunks.index_check(coded_layout(), index, HEADER.chunks_at, HEADER.blob_bytes, largest)
 
 
 def _decode(index: np.ndarray, *, data: np.ndarray = BLOB, end: int = 0, out: int = len(DATA)) -> np.ndarray:
     words = np.empty(out, np.uint8)
-    codec = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize()))
+    codec = prefix_codes.PrefixCodec(coded_layout(), section_of(TABLE.serialize()))
     codec.decode(index, 0, data, 0, end or HEADER.blob_bytes, words)
     return words
 
 
-def _wrong_plane(layout: native.CoreLayout) -> None:
-    layout.first_table[1], layout.table_count[1] = 1, 1
+def test_a_coded_plane_without_a_table_is_refused() -> None:
+    blob = prefix_blob()
+    header = reference.parse_header(blob)
+    codec = prefix_codes.PrefixCodec(
+        layout_of(), section_of(TABLE.serialize())
+    )  # no plane of this layout has a table
+    index = np.frombuffer(blob, np.uint8, reference.RECORD.size * header.chunks, header.index_at)
+    out = np.empty(len(DATA), np.uint8)
+    with pytest.raises(Corrupt, match="a coded plane without a table"):
+        codec.decode(index, 0, np.frombuffer(blob, np.uint8), 0, header.blob_bytes, out)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        _wrong_plane,
-        lambda it: setattr(it, "segment_words", 0),
-        lambda it: setattr(it, "segment_words", it.words + 1),
-        lambda it: setattr(it, "unit_log2", 3),
-        lambda it: setattr(it, "unit_log2", 13),
-        lambda it: setattr(it, "chunk_words", 256),
-        lambda it: setattr(it, "chunk_words", 768),
-        lambda it: setattr(it, "chunk_words", 1 << 17),
-        lambda it: setattr(it, "word_bytes", 3),
-        lambda it: setattr(it, "rotate", 2),
-        lambda it: setattr(it, "words", 1 << 59),
-    ],
-)
-def test_layouts_that_cannot_be_are_refused(change: Callable[[native.CoreLayout], None]) -> None:
-    layout, section = _coded(), _section(TABLE.serialize())
-    prefix_codes.PrefixCodec(layout, section)
-    change(layout)
-    with pytest.raises(NativeError, match="the layout is not valid"):
-        prefix_codes.PrefixCodec(layout, section)
+# ---- index maps ----
 
 
 @pytest.mark.parametrize(
@@ -197,15 +89,18 @@ def test_a_table_where_there_are_none_is_refused() -> None:
     index.view(RECORDS)["table"][2] = 1
     _check(index)
     with pytest.raises(Corrupt, match="a table without a plane that it codes") as caught:
-        core_chunks.index_check(_layout(0), index, HEADER.chunks_at, HEADER.blob_bytes, 1 << 16)
+        core_chunks.index_check(layout_of(0), index, HEADER.chunks_at, HEADER.blob_bytes, 1 << 16)
     assert caught.value.chunk == 2
+
+
+# ---- chunks ----
 
 
 def test_only_the_bytes_at_hand_are_read() -> None:
     assert _decode(_index()).tobytes() == DATA
     with pytest.raises(Corrupt, match="outside the bytes at hand"):
         _decode(_index(), data=BLOB[:-16])
-    codec, first = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize())), HEADER.chunks_at
+    codec, first = prefix_codes.PrefixCodec(coded_layout(), section_of(TABLE.serialize())), HEADER.chunks_at
     words = np.empty(len(DATA), np.uint8)
     codec.decode(_index(), 0, BLOB[first:], first, HEADER.blob_bytes, words)
     with pytest.raises(Corrupt, match="outside the bytes at hand") as caught:
@@ -238,49 +133,6 @@ def test_a_coded_plane_has_a_whole_header() -> None:
         with pytest.raises(Corrupt, match="inside a coded plane") as caught:
             _decode(_index(), end=last + raw + left)
         assert (caught.value.found, caught.value.needed) == (left, 36)
-
-
-def test_a_table_without_an_escape_writes_every_value_or_nothing() -> None:
-    few = reference.Table.from_lengths(1, 1, 0, {3: 1, 4: 1}).serialize()
-    prefix_codes.PrefixCodec(_layout(), _section(few))
-    with pytest.raises(NativeError, match="without an escape cannot write every value"):
-        prefix_codes.PrefixCodec(_layout(), _section(few), encode=True)
-    every = reference.Table.from_lengths(1, 8, 0, dict.fromkeys(range(256), 8)).serialize()
-    prefix_codes.PrefixCodec(_layout(), _section(every), encode=True)
-
-
-def _opens(table: bytes) -> bool:
-    try:
-        prefix_codes.PrefixCodec(_layout(), _section(table))
-    except Corrupt:
-        return False
-    return True
-
-
-def _parses(table: bytes) -> bool:
-    try:
-        made, end = reference.Table.parse(_section(table), 0)
-    except Corrupt:
-        return False
-    rest = _section(table)[end:]
-    return made.kind < 3 and len(rest) < 16 and not any(rest)
-
-
-@pytest.mark.parametrize("kind", [1, 2])
-def test_tables_are_refused_as_the_document_says(kind: int) -> None:
-    """Bytes changed anywhere, and counts moved from one length to another."""
-    lengths = {1: 1, 2: 3, 3: 4, 5: 5, 4: 5, 9: 3, 6: 5, 7: 5} if kind == 1 else {256: 1, 2: 2, 770: 4, 5: 4}
-    escape = 4 if kind == 1 else 3
-    whole = reference.Table.from_lengths(kind, 5 if kind == 1 else 4, 0, lengths, escape).serialize()
-    assert _opens(whole)
-    draw, refused = np.random.default_rng(kind), 0
-    for number in range(800):
-        data = bytearray(whole)
-        at = number % len(whole) if number < 300 else int(draw.integers(0, len(whole)))
-        data[at] = (data[at] + int(draw.integers(-2, 3))) & 255 if number % 3 else int(draw.integers(0, 256))
-        assert _opens(bytes(data)) == _parses(bytes(data)), data.hex()
-        refused += not _opens(bytes(data))
-    assert 200 < refused < 750
 
 
 @pytest.mark.parametrize("blocks", [1, 30])
@@ -335,6 +187,24 @@ def test_a_lanes_header_has_no_fourth_byte() -> None:
             _decode(_index(), data=damaged)
 
 
+# ---- sizes, and files ----
+
+
+def test_offsets_beyond_32_bits_are_refused() -> None:
+    layout = layout_of()
+    layout.first_table[1], layout.table_count[1] = 0, 1
+    codec = prefix_codes.PrefixCodec(layout, section_of(TABLE.serialize()), encode=True)
+    words = np.frombuffer(DATA, np.uint8)
+    out = np.empty(codec.bound(len(DATA) // 2, 3), np.uint8)
+    last = ((1 << 32) - 1) << 4
+    record = codec.encode(words[:1024], 0, 1, last - 1024, out).records  # of 1024 bytes at most
+    assert int.from_bytes(record[:4].tobytes(), "little") == (1 << 32) - 1 - 64
+    with pytest.raises(NativeError, match="outgrows its 32-bit offsets"):
+        codec.encode(words, 0, 3, last - 1024, out)
+    with pytest.raises(NativeError):
+        codec.encode(words, 0, 3, last + 16, out)
+
+
 @pytest.mark.parametrize("more", [-2, 2, 4096])
 def test_an_output_of_another_size_is_refused(more: int) -> None:
     with pytest.raises(NativeError, match="the output's size does not fit"):
@@ -342,7 +212,7 @@ def test_an_output_of_another_size_is_refused(more: int) -> None:
 
 
 def test_an_output_that_is_too_small_is_not_written() -> None:
-    codec = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize()), encode=True)
+    codec = prefix_codes.PrefixCodec(coded_layout(), section_of(TABLE.serialize()), encode=True)
     words = np.frombuffer(DATA, np.uint8)
     bound = codec.bound(words.size // 2, HEADER.chunks)
     codec.encode(words, 0, HEADER.chunks, 1 << 12, np.empty(bound, np.uint8))
@@ -352,7 +222,7 @@ def test_an_output_that_is_too_small_is_not_written() -> None:
 
 def test_samples_that_cannot_be_are_refused() -> None:
     words = np.frombuffer(DATA, np.uint8)
-    layout = _coded()
+    layout = coded_layout()
     prefix_codes.plan(layout, words)
     layout.words = words.size // 2 - 1
     layout.segment_words = layout.words
@@ -360,8 +230,16 @@ def test_samples_that_cannot_be_are_refused() -> None:
         prefix_codes.plan(layout, words)
 
 
-def test_an_escape_is_no_longer_than_the_longest_codeword() -> None:
-    table = bytearray(TABLE.serialize())
-    table[3] = table[1] + 1
-    with pytest.raises(Corrupt, match="escape longer than the longest codeword"):
-        prefix_codes.PrefixCodec(_layout(), _section(bytes(table)))
+def test_a_plain_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    from support.files import safetensors_bytes
+
+    from tpde.format.container import TensorSpec
+
+    (tmp_path / "packed").write_bytes(file_of(prefix_blob()))
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(safetensors_bytes({"bias": (TensorSpec("U8", (3,)), b"abc")}))
+    files = [tmp_path / "packed", tmp_path / "a"]
+    with Checkpoint(files) as found:
+        assert (list(found.packed), list(found.plain)) == (["x"], ["bias"])
+    with pytest.raises(Corrupt, match="`bias` is in another file too"):
+        Checkpoint([*files, tmp_path / "b"])

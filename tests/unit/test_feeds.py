@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import weakref
@@ -14,72 +13,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.simulated import MemoryFeed, probed
+from support.simulated import probed
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
 from support.contents import fill  # noqa: E402
+from support.feeds import SECOND, Feed, World  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
-from tpde.errors import OutOfMemory, Truncated  # noqa: E402
+from tpde.errors import Truncated  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.feeds import Feeds  # noqa: E402
-from tpde.loading.footprint import OUTSIDE_BYTES  # noqa: E402
 from tpde.loading.machine import loading_on  # noqa: E402
 from tpde.loading.runs import Run  # noqa: E402
-from tpde.nn import pack_module  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
 from tpde.planning.units import Placement  # noqa: E402
-from tpde.streaming.trace import COPY, Trace, TraceSpan  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
-SECOND = torch.device("cuda", 1)
-
-
-class Feed:
-    """One that is made for some arguments."""
-
-    def __init__(self, log: list[Any], name: str, ahead: int, given: tuple[Any, ...]) -> None:
-        self.log, self.name, self.ahead, self.given = log, name, ahead, given
-
-    def close(self) -> None:
-        self.log.append(f"{self.name} closed")
-
-
-class World:
-    """What stands in for devices, memory and disks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[Any] = []
-        self.ring = 0
-        self.placed: list[int] = []  # bytes that were allocated on a device
-        empty = torch.empty
-
-        def placed(size: Any, *args: Any, device: Any = None, **options: Any) -> Any:
-            if device == SECOND:
-                self.placed.append(size)
-                device = None
-            return empty(size, *args, device=device, **options)
-
-        monkeypatch.setattr(torch, "empty", placed)
-
-    # ---- a machine ----
-
-    def memory(self, extents: Any, device: Any, progress: Any) -> Any:
-        return Feed(self.log, "memory", 0, ([it.name for it in extents], device, progress))
-
-    def disk(self, *given: Any) -> Any:
-        return Feed(self.log, "disk", 1, given)
-
-    def device(self, device: Any, size: int, beside: Any = None) -> Any:
-        self.ring = size
-        return SimpleNamespace(wait=lambda: self.log.append("waited"))
-
-    def start_trace(self, device: Any) -> Any:
-        return Traced(100 + device.index)
 
 
 @pytest.fixture
@@ -105,8 +58,6 @@ def still_open(sources: Any) -> list[str]:
 PLAN: Any = SimpleNamespace(
     staging=48, piece=10, ring=1000, retained=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
 )
-
-
 KEPT: Any = {"placements": {"": Placement.HOST}, "vram": GIB, "parts": defaultdict(int)}
 
 
@@ -207,76 +158,6 @@ def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkp
     assert len(os.listdir("/proc/self/fd")) == before, f"left to whoever drops `{caught.value}`"
 
 
-# ---- budgets ----
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    return Card(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("held", "error", "least"),
-    [
-        (GIB, OutOfMemory("too little", least=6 * GIB), 7 * GIB),
-        (GIB, OutOfMemory("too little"), None),
-        (GIB, OutOfMemory("too little", least=6 * GIB, budget="ram"), 6 * GIB),
-        (0, OutOfMemory("too little", least=6 * GIB), 6 * GIB),
-    ],
-)
-def test_the_least_that_works_has_room_for_what_is_there(
-    held: int, error: OutOfMemory, least: int | None, card: Card
-) -> None:
-    def plan(vram: int) -> Any:
-        assert vram == 4 * GIB - held
-        raise error
-
-    card.keep(held)
-    with pytest.raises(OutOfMemory) as caught:
-        Streaming(Budget(4 * GIB)).decide(DEVICE, plan)
-    assert caught.value.least == least
-    assert (caught.value is error) == (least != 7 * GIB)
-    if caught.value is not error:
-        assert (caught.value.where, caught.value.found, caught.value.needed) == ("vram", 4 * GIB, least)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_budget_is_taken_of_gpus_only(whole: bool, card: Card) -> None:
-    streaming, plan = Streaming(Budget(4 * GIB), whole=whole), SimpleNamespace(parts={"pages": GIB})
-    planned: list[int] = []
-
-    def planner(vram: int) -> Any:
-        planned.append(vram)
-        return plan
-
-    card.keep(GIB)
-    streaming.decide(torch.device("cpu"), planner)
-    assert card.fraction == 1.0
-    streaming.decide(DEVICE, planner)
-    assert planned == [4 * GIB, 3 * GIB if whole else 4 * GIB]
-    assert (card.fraction < 1.0) == whole
-    assert streaming.plans == {torch.device("cpu"): plan, DEVICE: plan}
-    if whole:
-        assert card.allowed == 4 * GIB - OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
-    streaming.close()
-    assert card.fraction == 1.0
-
-
-def test_what_was_done_for_a_model_does_not_count(card: Card) -> None:
-    card.keep(GIB)
-    planned: list[int] = []
-
-    def planner(vram: int) -> Any:
-        planned.append(vram)
-        return SimpleNamespace(parts={"pages": 0})
-
-    Streaming(Budget(4 * GIB)).decide(DEVICE, planner, GIB // 4)
-    assert planned == [4 * GIB - GIB // 4]
-
-
-# ---- what is told ----
-
-
 def test_progress_is_told_by_one_thread_at_a_time(world: World, checkpoint: Checkpoint) -> None:
     """By whoever reads, in the background, for any device."""
     seen, inside = list[int](), list[int]()
@@ -301,91 +182,3 @@ def test_progress_is_told_by_one_thread_at_a_time(world: World, checkpoint: Chec
     tell(1)
     other.join(60)
     assert (inside, seen) == ([0], [1, 2])
-
-
-class Told:
-    """A streamer that is asked what it has done."""
-
-    def __init__(self, *owned: Any) -> None:
-        self.owned, self.dropped_pieces = list(owned), 3
-        self.traces: list[Any] = []
-
-    def stats(self) -> dict[str, int]:
-        return {"copied_bytes": 7}
-
-    def record(self, trace: Any) -> None:
-        self.traces.append(trace)
-
-
-class Traced(Trace):
-    """What has seen one copy."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(None, 0)  # type: ignore[arg-type]
-        self.nbytes = nbytes
-
-    def spans(self) -> list[TraceSpan]:
-        return [TraceSpan(COPY, "w", 0, 1000, self.nbytes, 0)]
-
-
-def test_what_is_recorded_is_told_of_each_device(world: World, tmp_path: Path) -> None:
-    with loading_on(world):
-        streaming: Any = Streaming(Budget(GIB))
-    streaming.streamers = {DEVICE: Told(), SECOND: Told()}
-    told = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
-    streaming.feeds = told
-    assert streaming.stats() == {"cuda:0": {"copied_bytes": 7}, "cuda:1": {"copied_bytes": 7}}
-    streaming.record()
-    for device, it in streaming.streamers.items():
-        (trace,) = it.traces
-        assert all(feed.trace is trace for feed in told[device])
-        it.dropped_pieces += 2
-    for device, found in streaming.stats().items():
-        assert (found["copied_bytes"], found["pieces"], found["copying"]) == (7, 1, 1000)
-        assert found["bytes"] == 100 + torch.device(device).index, "its own"
-        assert found["dropped"] == 2, "since then"
-    streaming.trace(tmp_path / "x.json")
-    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
-    assert [it["args"]["bytes"] for it in events if it.get("name") == "w"] == [100, 101]
-
-
-def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    class Memory(MemoryFeed):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def begin(self) -> None:
-            log.append(f"{self.name} begins")
-
-        def complete(self) -> None:
-            log.append(f"{self.name} is there")
-
-    model = pack_module(torch.nn.Sequential(torch.nn.Embedding(256, 64)), min_bytes=1)
-    rows: Any = model[0].tpde_slots["weight"].packed  # type: ignore[union-attr, index]
-    monkeypatch.setattr(rows, "prepare_rows", lambda: log.append("rows"))
-    streaming: Any = Streaming(Budget(GIB))
-    streaming.streamers = {DEVICE: Told(object(), Memory("one")), SECOND: Told(Memory("two"))}
-    streaming.begin(model)
-    streaming.wait()
-    assert log == ["one begins", "two begins", "rows", "one is there", "two is there"]
-
-
-def test_all_devices_are_checked_and_closed_once() -> None:
-    log: list[str] = []
-    streaming: Any = Streaming(Budget(GIB))
-    streaming.streamers = {
-        it: SimpleNamespace(
-            check=lambda it=it: log.append(f"{it} checked"), close=lambda it=it: log.append(f"{it} closed")
-        )
-        for it in ("one", "two")
-    }
-    streaming.check()
-    assert log == ["one checked", "two checked"]
-    log.clear()
-    for _ in range(2):
-        streaming.close()
-        assert log[:2] == ["one checked", "two checked"]
-        assert sorted(log[2:]) == ["one closed", "two closed"]

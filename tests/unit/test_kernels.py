@@ -9,13 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-import ml_dtypes
-import numpy as np
 import pytest
-from support.contents import FLOATS, fill
-from support.packed import Packed, pack
+from support.weights import LAYOUTS, LEAST_SHARED, WARPS, item, weights
 
-from tpde.format.container import TensorSpec
 from tpde.io.temporary import temporary_name
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
@@ -39,10 +35,8 @@ from tpde.cuda.compile import Cubins, Nvrtc
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-# What a block may have where it is least, and the architectures where it is so.
-LEAST_SHARED = 99 << 10
+# Where a block may have no more than `LEAST_SHARED`.
 LEAST_ARCHITECTURES = ("sm_86", "sm_89", "sm_120")
-WARPS = 24  # that those shall hold
 WARPS_OF_F64 = 16  # eight planes take more registers
 # Planes that are coded, and those whose tables hold pairs, as the packer chooses them for weights.
 KINDS = {
@@ -59,8 +53,6 @@ KINDS = {
 }
 # Bytes of a ring's piece: the least that `need` gives for the planes.
 PIECES = {"F32": 8, "F64": 8}
-# Weights whose blobs, as the packer writes them, tell how large tables and coded planes are.
-LAYOUTS = ("BF16", "BF16 small", "F16", "F32", "BF16 in F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
 HOPPER = DeviceFacts("H100", (9, 0), 132, 227 << 10)
 NVRTC = Nvrtc()
 
@@ -218,34 +210,6 @@ def test_experts_compile_without_spills(columns: int, arch: str) -> None:
     assert_no_spills(NVRTC.cubin(window_experts.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1])
 
 
-def item(packed: Packed) -> items.Item:
-    tables = items.lookup_tables(packed.header, packed.section)
-    assert tables is not None
-    return items.Item(packed.header, tables, 0, 0, 0)
-
-
-@functools.cache
-def weights(layout: str) -> Packed:
-    """Weights of rows that differ in scale, as gpu-decode.md measures them: 512 chunks, or one if small."""
-    draw = np.random.default_rng(5)
-    shape = (4, 1024) if layout == "BF16 small" else (1024, 4096)
-    rows = draw.standard_normal(shape) * (0.02 * np.exp(0.3 * draw.standard_normal((shape[0], 1))))
-    dtype, values = layout.split(maxsplit=1)[0], rows.astype(np.float32)
-    if layout == "BF16 in F32":
-        dtype, values = "F32", (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    elif layout == "F64":
-        values = rows
-    elif layout.startswith("F8"):  # each 128x128 block's absolute maximum scaled to the largest value
-        largest = float(ml_dtypes.finfo(FLOATS[layout]).max)
-        blocks = values.reshape(shape[0] // 128, 128, shape[1] // 128, 128)
-        values = (blocks / (np.abs(blocks).max(axis=(1, 3), keepdims=True) / largest)).reshape(shape)
-    elif layout == "I8":  # each row's absolute maximum scaled to 127
-        values = np.rint(values / (np.abs(values).max(axis=1, keepdims=True) / 127)).astype(np.int8)
-    packed = pack(TensorSpec(dtype, shape), values.astype(FLOATS.get(dtype, np.int8)).tobytes())
-    assert packed is not None
-    return packed
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
     """Registers and shared memory of the very kernel that a packed tensor is decoded with."""
@@ -261,58 +225,6 @@ def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
         assert registers(log) * 32 * chosen.warps <= 65536
         static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
         assert chosen.shared + static <= LEAST_SHARED
-
-
-def test_staged_planes_seldom_exceed_their_room() -> None:
-    """Chunks that do not fit take the slow way: few may."""
-    packed = weights("BF16")
-    chosen, header = geometry.geometry(geometry.need([item(packed)]), LEAST_SHARED), packed.header
-    assert not chosen.piece
-    at = packed.blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(np.int64)
-    sizes = np.diff(np.append(at << header.unit_log2, header.blob_bytes)) - header.chunk_words
-    assert (sizes > chosen.room).mean() < 0.02
-
-
-@pytest.mark.parametrize("shared", [163 << 10, 227 << 10])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_planes_are_staged_where_shared_memory_is_large(layout: str, shared: int) -> None:
-    chosen = geometry.geometry(geometry.need([item(weights(layout))]), shared)
-    assert chosen.piece == 0
-
-
-@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "I8"])
-def test_geometry_fits(dtype: str, shared: int) -> None:
-    spec = TensorSpec(dtype, (300, 1000))
-    packed = pack(spec, fill("normal", spec))
-    assert packed is not None
-    wanted = geometry.need([item(packed)])
-    for chunks in (0, 1, 7, 100, 249, 10**9):
-        chosen = geometry.geometry(wanted, shared, chunks)
-        windows = 2 * wanted.raw * chosen.window
-        used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room
-        used += 0 if chosen.piece else wanted.slack
-        assert chosen.shared == used <= shared - 144  # a descriptor in static memory takes so much
-        assert 1 <= chosen.warps <= (wanted.warps if shared > LEAST_SHARED else WARPS)
-        assert chosen.room % 16 == chosen.table_room % 16 == 0
-        if chosen.piece:  # a lane's ring starts at a multiple of its size
-            assert chosen.table_room % (4 * chosen.piece) == windows % (4 * chosen.piece) == chosen.ahead == 0
-            assert chosen.room == wanted.rings
-
-
-def test_one_round_has_no_warps_to_spare() -> None:
-    wanted = geometry.need([item(weights("BF16"))])
-    for chunks, warps in ((1, 8), (8, 8), (11, 11), (wanted.warps, wanted.warps)):
-        chosen = geometry.geometry(wanted, 227 << 10, chunks)
-        assert (chosen.warps, chosen.ahead) == (warps, 0)
-    assert geometry.geometry(wanted, 227 << 10, wanted.warps + 1).ahead == 1
-
-
-def test_tables_too_large_for_shared_memory_stay_outside() -> None:
-    wanted = geometry.need([item(weights("BF16"))])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
-    chosen = geometry.geometry(wanted, LEAST_SHARED)
-    assert chosen.table_room == chosen.room == 0
-    assert chosen.shared <= LEAST_SHARED
 
 
 def test_errors_of_the_compiler_are_shown() -> None:
