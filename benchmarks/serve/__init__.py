@@ -7,10 +7,12 @@ files; `--layers 4` makes less of it. A way that fails says why in its row. `--s
 build. `--beside 2` runs two ways at a time on two GPUs of one kind.
 
 `--latency` runs vLLM's `bench latency` instead: it starts an engine for each number of requests at a time.
-With `--offline` there is no server: requests of random tokens go to vLLM's engine in a process, in batches,
-and `--compare 200` says of how many prompts the tokens are the same in other batches, and with plain weights.
+With `--offline` there is no server: requests of random tokens go to vLLM's engine in a process, in batches.
+`--offline --compare 200` says of how many prompts the tokens are the same in other batches, and with plain
+weights, and nothing else: PyTorch's compiler then chooses kernels without timing them, as by default two
+processes choose otherwise, and requests wait for each other, so that batches are the same in all ways.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
-takes 64 rows a step, so that fused kernels multiply them, which no speed should be measured with.
+takes 64 rows a step, so that fused kernels multiply them.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from benchmarks.serve.ways import WAYS
 TITLE = "Serving with vLLM"
 CONCURRENT = [1, 8, 32, 128]
 LEAST = 8  # requests that are measured
+# Where tokens are compared: the compiler times nothing, and finds nothing that it chose by time before; the
+# engine is in the process that asks, and begins when all of a batch was asked for.
+COMPARING = {"TORCHINDUCTOR_DETERMINISTIC": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _packing = threading.Lock()
 
 
@@ -159,6 +164,8 @@ def served(
     note(f"{way}: starts")
     kind = Engine if options.offline else Latency if options.latency else Server
     given = ["--no-enable-prefix-caching", *common, *more, *options.serve.split()]
+    if options.compare:
+        environment = environment | COMPARING | {"VLLM_CACHE_ROOT": str(log.with_suffix(".cache"))}
     with contextlib.closing(kind(model, given, log, environment)) as server:
         return measure(way, server, model, options)
 
@@ -168,12 +175,19 @@ def check(options: argparse.Namespace) -> None:
     for name in ("compare", "perplexity"):
         if getattr(options, name) and not options.offline:
             raise SystemExit(f"`--{name}` needs `--offline`")
-    if options.perplexity:
-        if options.concurrent or options.compare:
-            raise SystemExit("`--perplexity` needs a run of its own, without `--concurrent` and `--compare`")
-        if not options.perplexity.is_file():
-            raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
-    options.concurrent = options.concurrent or ([] if options.perplexity else CONCURRENT)
+    alone = [name for name in ("compare", "perplexity", "concurrent") if getattr(options, name)]
+    if len(alone) > 1:
+        raise SystemExit(f"`--{alone[0]}` needs a run of its own, without `--{alone[1]}`")
+    if options.perplexity and not options.perplexity.is_file():
+        raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
+    options.concurrent = options.concurrent or ([] if alone else CONCURRENT)
+
+
+def cards_of(more: str) -> int:
+    """How many GPUs a model is spread over, by the options for vLLM."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    return int(parser.parse_known_args(more.split())[0].tensor_parallel_size)
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
@@ -207,5 +221,5 @@ def run(options: argparse.Namespace, page: Page) -> None:
     for way, row in rows.items():
         if way.startswith("tpde"):
             page.judge("problem" not in row, f"{way} serves")
-    if page.title == f"{TITLE}: llama-8b" and "bf16" in rows and not (options.latency or options.perplexity):
-        judge(page, rows, options.concurrent)
+    if page.title == f"{TITLE}: llama-8b" and "bf16" in rows and options.concurrent and not options.latency:
+        judge(page, rows, options.concurrent, cards_of(options.serve))

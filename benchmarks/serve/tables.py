@@ -22,6 +22,7 @@ Row = dict[str, Any]
 AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their tokens
 # Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
+SPREAD_BARS = {1: 1.15}  # tokens a second where two GPUs share a model
 LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
 DIGITS = 5  # of a perplexity that are bf16's: half a unit of the last
 
@@ -60,7 +61,10 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
 
 
 def compare(page: Page, rows: dict[str, Row]) -> None:
-    """How many prompts had the same tokens in another batch, and with plain weights in such a batch."""
+    """How many prompts had the same tokens in another batch, and with plain weights in such a batch.
+
+    With exact kernels all should have those of plain weights.
+    """
     plain = rows.get("bf16", {}).get("tokens")
     lines = []
     for way, row in rows.items():
@@ -73,6 +77,10 @@ def compare(page: Page, rows: dict[str, Row]) -> None:
         one, many = AT_A_TIME
         page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
         page.table(["way", f"with {one} and {many} at a time", f"as bf16, {one}", f"as bf16, {many}"], lines)
+    if plain and "tokens" in rows.get("tpde-exact", {}):
+        page.judge(
+            rows["tpde-exact"]["tokens"] == plain, f"{WAYS['tpde-exact'].title}: all tokens are bf16's"
+        )
 
 
 def _alike(one: list[list[int]], other: list[list[int]]) -> str:
@@ -122,15 +130,17 @@ def _apart(text: Row, plain: Row) -> tuple[str, str]:
     return f"{math.fsum(apart) / text['tokens']:.1e}", f"{error / text['tokens']:.1e}"
 
 
-def judge(page: Page, rows: dict[str, Row], concurrent: list[int]) -> None:
-    """Hold against the bars, which are of bf16."""
+def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 1) -> None:
+    """Hold against the bars, which are of bf16 on as many GPUs."""
     ours, plain = rows.get("tpde", {}), rows["bf16"]
     speeds = [
         (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
-        for count, bar in BARS.items()
+        for count, bar in (BARS if cards == 1 else SPREAD_BARS).items()
         if count in concurrent
     ]
     page.limits(speeds, least=True)
+    if cards > 1:
+        return
     first = _of(ours, plain, min(concurrent), "median_ttft_ms")
     reading = [
         (f"loading, {WAYS[way].title}, of bf16's time", _reading(rows[way], plain), bar)

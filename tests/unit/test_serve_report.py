@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.report import Page
-from benchmarks.serve import check, model_of, options, served, turns
+from benchmarks.serve import cards_of, check, model_of, options, served, turns
 from benchmarks.serve.models import make, shapes_of, sizes_of
 from benchmarks.serve.offline import windows_of
-from benchmarks.serve.tables import judge, perplexities, perplexity, report, units
+from benchmarks.serve.tables import compare, judge, perplexities, perplexity, report, units
 
 
 def row(speed: float) -> dict[str, Any]:
@@ -83,6 +83,26 @@ def test_bars() -> None:
     assert [met for _, met in page.bars[4:]] == [True], "what was not measured meets no bar"
 
 
+def test_bars_of_two_gpus() -> None:
+    """Only tokens a second of one request have one."""
+    assert [cards_of(it) for it in ("", "--tensor-parallel-size 2 --enforce-eager", "-tp=2")] == [1, 2, 2]
+    page = Page("Serving", {})
+    judge(page, {"bf16": row(100), "tpde": row(116)}, [1, 8], cards=2)
+    judge(page, {"bf16": row(100), "tpde": row(114)}, [1, 8], cards=2)
+    assert [met for _, met in page.bars] == [True, False]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tokens_of_exact_kernels_are_those_of_plain_weights(same: bool) -> None:
+    page = Page("Serving", {})
+    plain = [[[5, 6], [7, 8]], [[5, 6], [7, 9]]]
+    ours = plain if same else [plain[0], [[5, 6], [7, 8]]]
+    rows = {"bf16": {"tokens": plain}, "tpde-exact": {"tokens": ours}, "tpde": {"tokens": plain[::-1]}}
+    compare(page, rows)
+    assert [met for _, met in page.bars] == [same]
+    assert "as bf16, 32" in page.markdown()
+
+
 def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways take the GPUs that the caller named."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
@@ -136,6 +156,14 @@ def given(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     options(parser)
     return parser.parse_args(arguments)
+
+
+def test_comparing_has_a_run_of_its_own() -> None:
+    chosen = given("--offline", "--compare", "20")
+    check(chosen)
+    assert chosen.concurrent == []
+    with pytest.raises(SystemExit, match="`--compare` needs a run of its own, without `--concurrent`"):
+        check(given("--offline", "--compare", "20", "--concurrent", "1"))
 
 
 def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:

@@ -31,6 +31,24 @@ def test_compiled(models: Models, name: str) -> None:
     assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
 
 
+def test_compiled_products_are_those_of_plain_weights(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where the compiler sees products, and may fuse them: the same bits."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from tpde.integrations.vllm import internals
+
+    monkeypatch.setattr(internals, "prepares_weights", lambda: False)
+    for kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        monkeypatch.setattr(kind, "process_weights_after_loading", lambda self, layer: None)
+        monkeypatch.setattr(kind, "apply", lambda self, layer, x, bias=None: linear(x, layer.weight, bias))
+    wanted = generated(models["llama"], enforce_eager=False)
+    assert generated(models["llama"], enforce_eager=False, **kernels("exact")) == wanted
+
+
 @pytest.mark.quick
 def test_compiled_code_is_kept_for_other_weights(tmp_path: Path) -> None:
     """The same directory, whose weights are others: blobs have other sizes, and compiled code is reused."""

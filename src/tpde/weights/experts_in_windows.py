@@ -44,7 +44,7 @@ def parts_in_windows(plain: Sequence[Tensor], names: Sequence[str]) -> list[Wind
         return None
     windows, starts = made.stack.windows, made.stack.starts
     return [
-        Windowed(made.blob[at : at + it.nbytes], name, it, part=True)
+        Windowed(made.blob[at : at + it.nbytes], name, it, prepared=False)
         for name, it, at in zip(names, windows, starts, strict=True)
     ]
 

@@ -37,16 +37,16 @@ def pickled_sources(
         raise InvalidInput(
             "what was pickled is no packed weight", hint="fetch it again", where=str(name)[:200]
         )
-    part = len(blobs) > 1
-    return [_source(blob, it, part) for blob, it in zip(blobs, names, strict=True)]
+    alone = len(blobs) == 1
+    return [_source(blob, it, alone) for blob, it in zip(blobs, names, strict=True)]
 
 
-def _source(blob: Tensor, name: str, part: bool) -> Source:
-    """A blob of any kind: they begin with different bytes."""
+def _source(blob: Tensor, name: str, alone: bool) -> Source:
+    """A blob of any kind, which all of a weight or a part is in: they begin with different bytes."""
     if blob.dtype is uint8 and blob.dim() == 1 and not blob.is_meta:
         magic = bytes(blob[: len(MAGIC)].tolist())
         if magic == MAGIC:
-            return Windowed(blob.contiguous(), name, part=part)
+            return Windowed(blob.contiguous(), name, prepared=alone)
         if magic == window_stacks.MAGIC:
             return WindowedExperts(blob.contiguous(), name)
     return Resident(blob, name)

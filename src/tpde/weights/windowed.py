@@ -43,8 +43,8 @@ class Windowed(WindowSource):
         What errors call it.
     window : Window, optional
         What the blob holds, if it is known to be right. By default, it is checked.
-    part : bool
-        Whether it is one of several that a weight is made of, whose products are the weight's.
+    prepared : bool
+        Compile its kernels now, if it is on a GPU. Otherwise `prepare` does, or the first product.
 
     Raises
     ------
@@ -65,10 +65,10 @@ class Windowed(WindowSource):
     budgeted = False
 
     def __init__(
-        self, blob: Tensor, name: str, window: windows.Window | None = None, *, part: bool = False
+        self, blob: Tensor, name: str, window: windows.Window | None = None, *, prepared: bool = True
     ) -> None:
         super().__init__(blob, name)
-        self.key, self._part = 0, part
+        self.key, self._prepared = 0, prepared
         try:
             self.window = (
                 windows.validate(blob.cpu().numpy(), default_threads()) if window is None else window
@@ -102,22 +102,29 @@ class Windowed(WindowSource):
         return cls.of_plain(decoded(source), source.name, most)
 
     @classmethod
-    def of_plain(cls, matrix: Tensor, name: str, most: float, room: Tensor | None = None) -> Windowed | None:
+    def of_plain(
+        cls, matrix: Tensor, name: str, most: float, room: Tensor | None = None, *, prepared: bool = True
+    ) -> Windowed | None:
         """A contiguous bf16 matrix in the window layout, on its device, or in `room`: as `of`."""
         made = windowing.encode(matrix, int(most * matrix.nbytes), room)
-        return None if made is None else cls(made.blob, name, made.window)
+        return None if made is None else cls(made.blob, name, made.window, prepared=prepared)
 
     def _place(self, blob: Tensor) -> None:
         super()._place(blob)
         self._there: DeviceWindow | None = None
         if blob.is_cuda:
             self._there = DeviceWindow(self.window, self._address, blob.device.index)
-            if not self._part:
-                self._there.prepare()
+        if self._prepared:
+            self.prepare()
         self.key = ops.renew(self, self.key)
 
+    def prepare(self) -> None:
+        """Compile the kernels, for the errors that there may be, and for CUDA graphs; on the CPU nothing."""
+        if self._there is not None:
+            self._there.prepare()
+
     def _like(self, blob: Tensor) -> Windowed:
-        return Windowed(blob, self.name, self.window, part=self._part)
+        return Windowed(blob, self.name, self.window, prepared=self._prepared)
 
     def _become(self, made: Windowed) -> None:
         self.window = made.window
@@ -128,7 +135,7 @@ class Windowed(WindowSource):
         made = windowing.encode(plain)
         if made is None:
             raise self.cannot_hold()
-        return Windowed(made.blob, self.name, made.window, part=self._part)
+        return Windowed(made.blob, self.name, made.window, prepared=self._prepared)
 
     # ---- decoding ----
 

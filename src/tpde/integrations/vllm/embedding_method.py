@@ -19,6 +19,8 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """Rows of the matrix."""
+        if not self._packed:
+            return self._plain.embedding(layer, ids)  # type: ignore[no-any-return]
         return handle_operators.embedding(  # type: ignore[no-any-return]
             ids, layer.tpde_handle, layer.embedding_dim, layer.params_dtype
         )

@@ -21,6 +21,15 @@ def _linear_like(x: Tensor, handle: Tensor, bias: Tensor | None, width: int) -> 
     return x.new_empty((*x.shape[:-1], width))
 
 
+def _decoded(x: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    made: Tensor = held_by(handle).decoded()
+    return made
+
+
+def _decoded_like(x: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return x.new_empty(shape, dtype=dtype)
+
+
 def _embedding(ids: Tensor, handle: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     made: Tensor = held_by(handle).rows(ids)
     return made
@@ -42,9 +51,11 @@ def _experts_like(ids: Tensor | None, handle: Tensor, shape: list[int], dtype: t
 
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
 direct_register_custom_op("tpde_linear", _linear, fake_impl=_linear_like, tags=_TAGS)
+direct_register_custom_op("tpde_decoded", _decoded, fake_impl=_decoded_like, tags=_TAGS)
 direct_register_custom_op("tpde_embedding", _embedding, fake_impl=_embedding_like, tags=_TAGS)
 direct_register_custom_op("tpde_experts", _experts, fake_impl=_experts_like, tags=_TAGS)
 
 linear = torch.ops.vllm.tpde_linear
+decoded = torch.ops.vllm.tpde_decoded  # computed after `x`: by then an offloaded weight is there
 embedding = torch.ops.vllm.tpde_embedding
 experts = torch.ops.vllm.tpde_experts

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.offloader import prefetch
 from vllm.model_executor.offloader.base import get_offloader
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -61,6 +62,7 @@ RELIED_ON = {
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
     "model_executor.models.utils.WeightsMapper.apply": "packed files",
     "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "packed weights in host memory",
+    "platforms.current_platform": "exact products in compiled code",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }
@@ -161,6 +163,14 @@ def quantizes_again() -> bool:
 def is_batch_invariant() -> bool:
     """Whether results are not to depend on the batch, as `VLLM_BATCH_INVARIANT=1` asks for."""
     return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def prepares_weights() -> bool:
+    """Whether plain weights are rearranged for the matrix library, and the compiler does not see products.
+
+    So it is on the CPU.
+    """
+    return bool(current_platform.is_cpu())
 
 
 def unties_heads() -> bool:

@@ -14,6 +14,13 @@ from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
 
 
+class _Decoded:
+    """A layer as plain vLLM's method takes it: with a weight that is there for one call."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
 class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """Holds a linear layer's weight packed.
 
@@ -29,6 +36,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self._report, self._name = report, name
         self.uses_meta_device = not internals.may_be_offloaded(name)
         self._plain = self._plain_method()
+        self._packed = self._multiplies = False
 
     def _plain_method(self) -> Any:
         """What vLLM has for plain weights of such a layer."""
@@ -65,9 +73,11 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             self._report.tell()
             return
         weight: Tensor = layer.weight
-        layer.tpde_width = weight.shape[0]
+        layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
         packed = hold(self._report, weight.detach().contiguous(), self._name)
+        self._packed = packed is not None
+        self._multiplies = packed is not None and packed.multiplies
         if mover is not None:
             self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
         if packed is not None and mover is not None:
@@ -82,5 +92,14 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             self._report.tell()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ W.T + bias`."""
-        return handle_operators.linear(x, layer.tpde_handle, bias, layer.tpde_width)  # type: ignore[no-any-return]
+        """`x @ W.T + bias`.
+
+        Where the compiler sees products of plain weights, it sees those of decoded ones, too: it fuses some
+        with what follows, which then rounds otherwise.
+        """
+        if not self._packed:
+            return self._plain.apply(layer, x, bias)  # type: ignore[no-any-return]
+        if not self._multiplies and not internals.prepares_weights():
+            weight = handle_operators.decoded(x, layer.tpde_handle, layer.tpde_shape, x.dtype)
+            return self._plain.apply(_Decoded(weight), x, bias)  # type: ignore[no-any-return]
+        return handle_operators.linear(x, layer.tpde_handle, bias, layer.tpde_shape[0])  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
 def _in_windows(plain: Tensor, name: str) -> PackedTensor | None:
     made: WindowSource | None = None
     if plain.dim() == 2:
-        made = Windowed.of_plain(plain, name, MOST_SHARE)
+        made = Windowed.of_plain(plain, name, MOST_SHARE, prepared=False)
     elif plain.dim() == 3:
         made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False)
     return None if made is None else PackedTensor(made)
@@ -94,14 +94,14 @@ class Weight:
     layer : nn.Module
         Whose `weight` it is. It gets the blob in its place, and a handle for compiled code.
     packed : PackedTensor or None
-        The weight, packed; None if it stays plain.
+        The weight, packed; None if it stays plain, and nothing but a handle comes of it.
     method : object
         vLLM's own for plain weights of such a layer.
     """
 
     def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
         self._layer, self._method, self.packed = weakref.ref(layer), method, packed
-        self._in_parts = internals.is_batch_invariant()
+        self._in_parts, self._prepared = internals.is_batch_invariant(), False
         give_handle(self, layer, HANDLE, layer.weight.device)
         if packed is None:
             method.process_weights_after_loading(layer)
@@ -113,10 +113,12 @@ class Weight:
         packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ W.T + bias`."""
-        if self.packed is None:
-            return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
-        if self.packed.multiplies and x.is_cuda:
+        """`x @ W.T + bias`: on a GPU straight from windows."""
+        assert self.packed is not None
+        if x.is_cuda:
+            if not self._prepared:  # vLLM's first step; kernels were compiled while it compiled the model
+                self._prepared = True
+                cast(Windowed, self.packed.sources[0]).prepare()
             if self._in_parts:
                 return product_in_parts(self.packed, x, bias)
             return self.packed.product(x, bias, False)
@@ -126,11 +128,15 @@ class Weight:
         self._method.process_weights_after_loading(plain)
         return self._method.apply(plain, x, plain.bias)  # type: ignore[no-any-return]
 
+    def decoded(self) -> Tensor:
+        """The matrix."""
+        assert self.packed is not None
+        return self.packed.decoded()
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
-        if self.packed is not None:
-            return self.packed.rows(ids)
-        return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
+        assert self.packed is not None
+        return self.packed.rows(ids)
 
 
 class OffloadedWeight(Weight):
@@ -173,6 +179,11 @@ class OffloadedWeight(Weight):
         """`x @ W.T + bias`."""
         self._follow()
         return super().product(x, bias)
+
+    def decoded(self) -> Tensor:
+        """The matrix."""
+        self._follow()
+        return super().decoded()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
