@@ -19,8 +19,8 @@ from benchmarks.gpu_decode.grid import CHECKED, COPY, OURS, Grid, dtype_table, p
 from benchmarks.harness.gpu import Contestant, Flush, Result, race
 from benchmarks.harness.report import Page, note, verdict
 from benchmarks.peers.gpu_codecs import Copy, EntroPack, Nvcomp
-from tpde.cuda.backend import Backend, current, launching_on
-from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.backend import CudaBackend, launching_on
+from tpde.cuda.capability import CudaDriver, DeviceFacts
 from tpde.format.container import TensorSpec
 
 TITLE, NEEDS_GPU = "Decoding on the GPU", True
@@ -235,22 +235,30 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
 
 
-class LittleShared:
-    """What runs kernels, as on a device whose blocks have so many bytes of shared memory."""
+class LittleShared(CudaDriver):
+    """The driver, but for how many bytes of shared memory a block may have.
 
-    def __init__(self, real: Backend, most: int) -> None:
-        self._real, self._most = real, most
-        self.driver_version, self.kernel = real.driver_version, real.kernel
+    Parameters
+    ----------
+    most : int
+        That many.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
 
     def facts(self, device: int) -> DeviceFacts:
         """The facts of a device, but for that."""
-        have = self._real.facts(device)
+        have = super().facts(device)
         return have._replace(shared_bytes=min(self._most, have.shared_bytes))
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
     """Run one dtype and size after the other; the page grows with each."""
-    little = launching_on(LittleShared(current(), options.shared << 10)) if options.shared else nullcontext()
+    little = (
+        launching_on(CudaBackend(LittleShared(options.shared << 10))) if options.shared else nullcontext()
+    )
     with little:
         run_cases(options, page)
 

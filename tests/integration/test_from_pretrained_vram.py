@@ -219,7 +219,6 @@ def test_a_streamed_model_stays_where_it_is(hosted: Opened, llama: Pair, tmp_pat
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
         lambda: tpde.unpack_module(model),
-        lambda: model.to("meta"),
         lambda: torch.save(model.state_dict(), tmp_path / "state.pt"),
         lambda: {name: it.to("meta") for name, it in model.state_dict().items()},
     ):

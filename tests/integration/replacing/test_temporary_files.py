@@ -196,9 +196,9 @@ def test_an_interrupt_while_a_temporary_is_made_leaves_nothing(
 
 def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    for mode, force in ((0o600, True), (0o640, True)):
+    for mode in (0o600, 0o640):
         path.touch()
         path.chmod(mode)
-        with FileWriter(path, {"w": SPEC}, force=force) as writer:
+        with FileWriter(path, {"w": SPEC}, force=True) as writer:
             writer.write("w", fill("normal", SPEC))
         assert stat.S_IMODE(path.stat().st_mode) == mode
