@@ -118,6 +118,29 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
     assert generated(tmp_path / "packed") == generated(at)
 
 
+@pytest.mark.quick
+def test_kernels_are_compiled_while_weights_are_read(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each linear layer, the head and the embedding, where they are to be."""
+    import torch
+
+    from tpde.cuda import window_products
+    from tpde.integrations.vllm import internals, linear_method, weights
+
+    begun: set[tuple[int, ...]] = set()
+    when_first_packed: list[set[tuple[int, ...]]] = []
+
+    def hold(*args: Any) -> Any:
+        when_first_packed.append(set(begun))
+        return weights.hold(*args)
+
+    monkeypatch.setattr(window_products, "compile_ahead", lambda *shape: begun.add(shape))
+    monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(linear_method, "hold", hold)
+    close(engine(models["llama"], **TPDE))
+    shapes = {(512, 256), (256, 256), (1024, 256), (256, 512)}  # qkv and both of tokens, o, gate and up, down
+    assert when_first_packed[0] == {(*it, 3) for it in shapes}
+
+
 def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run beside packed ones."""
     from tpde.integrations.vllm import linear_method, weights

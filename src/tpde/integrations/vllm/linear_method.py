@@ -58,10 +58,10 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def _compile_ahead(self, layer: Any) -> None:
         """Compile kernels for a layer's weight while weights are read."""
-        weight: Tensor = layer.weight
-        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16 and torch.cuda.is_available():
+        weight, device = layer.weight, internals.load_device()
+        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16 and device.type == "cuda":
             rows, columns = weight.shape
-            window_products.compile_ahead(rows, columns, torch.cuda.current_device())
+            window_products.compile_ahead(rows, columns, device.index)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
