@@ -29,7 +29,7 @@ MUTANTS = (
         "                    rename_new(self._temporary, self.path)",
         "                    os.replace(self._temporary, self.path)",
         "two packs to one place replace each other's file",
-        "unit/test_sink.py",
+        "integration/replacing/test_refused_places.py",
     ),
     mutant(
         "an-aborted-file-stays",

@@ -124,6 +124,6 @@ MUTANTS = (
         "            if slot.packed.of_experts:",
         "            if False:",
         "all experts are decoded for each token",
-        "nn/test_expert_products.py",
+        "nn/test_fused_experts.py",
     ),
 )

@@ -62,7 +62,7 @@ MUTANTS = (
         "        self._locked.append((self.address + at, page_lock))\n",
         "",
         "memory is unmapped that the driver still has locked",
-        _BACKGROUND,
+        _HOST,
     ),
     mutant(
         "locks-fail-silently",

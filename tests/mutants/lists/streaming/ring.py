@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...mutant import mutant
 
 _FIRST_USE = "unit/test_first_use.py"
-_CLOSING = "unit/test_streaming_closing.py"
 _RING = "unit/test_streaming_stream.py"
+_CLOSING = "unit/test_streaming_closing.py"
 
 MUTANTS = (
     mutant(
@@ -47,7 +47,7 @@ MUTANTS = (
         "        if freed is not None:\n            self.device.hold(freed)\n",
         "",
         "a copy overwrites what is being decoded",
-        _CLOSING,
+        _RING,
     ),
     mutant(
         "filling-takes-no-lock",
@@ -119,7 +119,7 @@ MUTANTS = (
         "        step.ticket.copied(copied)\n",
         "",
         "a disk's buffer is never free again",
-        _CLOSING,
+        _FIRST_USE,
     ),
     mutant(
         "orders-are-not-learnt",
