@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from ..mutant import mutant
 
+_SLICES = "unit/test_slices.py"
+_SAFE_OPEN = "unit/test_safe_open.py"
+_TORCH_FILES = "unit/test_torch_files.py"
+
 MUTANTS = (
     mutant(
         "slices-lose-their-last-row",
@@ -11,7 +15,7 @@ MUTANTS = (
         "high = low + (count - 1) * rows.step + 1 if count else low",
         "high = low + (count - 1) * rows.step if count else low",
         "a slice lacks its last row",
-        "unit/test_safe_open.py",
+        _SLICES,
     ),
     mutant(
         "slices-start-at-the-tensor",
@@ -19,7 +23,7 @@ MUTANTS = (
         "            begin += low * math.prod(shape[1:])\n",
         "            begin += low\n",
         "a slice of rows starts at another element",
-        "unit/test_safe_open.py",
+        _SLICES,
     ),
     mutant(
         "slices-within-bytes",
@@ -27,7 +31,7 @@ MUTANTS = (
         "        if first % 8 or size % 8:\n",
         "        if size % 8:\n",
         "a slice of numbers of four bits is shifted by half a byte",
-        "unit/test_safe_open.py",
+        _SLICES,
     ),
     mutant(
         "negative-indexes-count-from-the-start",
@@ -35,7 +39,7 @@ MUTANTS = (
         "            result.append(part % size)\n",
         "            result.append(abs(part) % size)\n",
         "`[-1]` is another row",
-        "unit/test_safe_open.py",
+        _SLICES,
     ),
     mutant(
         "indexes-out-of-range",
@@ -43,7 +47,7 @@ MUTANTS = (
         "            if not -size <= part < size:\n",
         "            if not -size <= part <= size:\n",
         "an index one beyond the last is the first",
-        "unit/test_safe_open.py",
+        _SLICES,
     ),
     mutant(
         "arrays-on-a-device",
@@ -51,7 +55,7 @@ MUTANTS = (
         '        if framework in ("np", "numpy") and device != "cpu":\n',
         '        if framework == "numpy" and device != "cpu":\n',
         "NumPy arrays are asked for on a device, and fail later",
-        "unit/test_safe_open.py",
+        _SAFE_OPEN,
     ),
     mutant(
         "offset-keys-by-name",
@@ -59,7 +63,7 @@ MUTANTS = (
         "        return self._file.offset_names()\n",
         "        return list(self._file.specs)\n",
         "`offset_keys` of a plain file are in the order of the names",
-        "unit/test_safe_open.py",
+        _SAFE_OPEN,
     ),
     mutant(
         "leaving-does-not-close",
@@ -67,7 +71,7 @@ MUTANTS = (
         "    def __exit__(self, *exc: Any) -> None:\n        self._file.close()\n",
         "    def __exit__(self, *exc: Any) -> None:\n        pass\n",
         "`with safe_open` leaves the file open",
-        "unit/test_safe_open.py",
+        _SAFE_OPEN,
     ),
     mutant(
         "an-open-file-is-pickled",
@@ -75,7 +79,7 @@ MUTANTS = (
         "    def __reduce__(self) -> NoReturn:\n",
         "    def _reduce(self) -> NoReturn:\n",
         "a `safe_open` in another process may read another file",
-        "unit/test_safe_open.py",
+        _SAFE_OPEN,
     ),
     mutant(
         "tensors-share-memory",
@@ -83,7 +87,7 @@ MUTANTS = (
         "other_at < at + size:",
         "other_at < at:",
         "tensors that share memory are saved as if they did not",
-        "unit/test_torch_files.py",
+        _TORCH_FILES,
     ),
     mutant(
         "tensors-that-are-not-contiguous",
@@ -91,7 +95,7 @@ MUTANTS = (
         "        if not tensor.is_contiguous():\n",
         "        if not tensor.numel():\n",
         "a transposed tensor is saved as another layout",
-        "unit/test_torch_files.py",
+        _TORCH_FILES,
     ),
     mutant(
         "saving-replaces-nothing",
@@ -99,8 +103,7 @@ MUTANTS = (
         "_specs(tensors), metadata=metadata, threads=threads, force=True))",
         "_specs(tensors), metadata=metadata, threads=threads))",
         "`save_file` over a file that is there fails",
-        "unit/test_torch_files.py",
-        "unit/test_safe_open.py",
+        _TORCH_FILES,
     ),
     mutant(
         "bytes-of-the-other-end",
@@ -108,8 +111,7 @@ MUTANTS = (
         "array if array.dtype.isnative else array.astype(native)",
         "array",
         "big-endian arrays come back with their bytes swapped",
-        "unit/test_safe_open.py",
-        "unit/test_torch_files.py",
+        "unit/test_framework_dtypes.py",
     ),
     mutant(
         "expanded-arrays-of-any-size",
@@ -125,8 +127,7 @@ MUTANTS = (
         "        shape = (*shape[:-1], shape[-1] * 2)\n",
         "        shape = (*shape[:-1], shape[-1])\n",
         "tensors of four bits come back half as long",
-        "unit/test_safe_open.py",
-        "unit/test_torch_files.py",
+        "unit/test_framework_dtypes.py",
     ),
     mutant(
         "odd-numbers-of-four-bits",
@@ -134,8 +135,7 @@ MUTANTS = (
         "    if not shape or shape[-1] % 2:\n",
         "    if not shape:\n",
         "an odd row of four-bit numbers loses its last one",
-        "unit/test_safe_open.py",
-        "unit/test_torch_files.py",
+        _TORCH_FILES,
     ),
     mutant(
         "meta-tensors-have-data",
@@ -143,7 +143,7 @@ MUTANTS = (
         '    if tensor.device.type == "meta":\n',
         '    if tensor.device.type == "none":\n',
         "saving a tensor without data fails without a word that helps",
-        "unit/test_torch_files.py",
+        _TORCH_FILES,
     ),
     mutant(
         "lazy-conjugates-are-saved-as-they-are",
@@ -151,8 +151,7 @@ MUTANTS = (
         ".cpu().resolve_conj().resolve_neg().contiguous()",
         ".cpu().contiguous()",
         "a conjugated tensor is saved unconjugated",
-        "unit/test_torch_files.py",
-        "unit/test_safe_open.py",
+        _TORCH_FILES,
     ),
     mutant(
         "a-limit-is-no-limit",

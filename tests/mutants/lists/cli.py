@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..mutant import mutant
 
-_COMMANDS, _ERRORS = "integration/cli/test_commands.py", "integration/cli/test_errors.py"
+_ERRORS = "integration/cli/test_errors.py"
+_COMMANDS = "integration/cli/test_commands.py"
 _PROCESSES = "integration/cli/test_processes.py"
 
 MUTANTS = (
@@ -31,7 +32,6 @@ MUTANTS = (
         "message, hint = error.message, hint or error.hint or ''",
         "an error's own hint is not shown",
         _COMMANDS,
-        _ERRORS,
     ),
     mutant(
         "control-characters-reach-the-terminal",
@@ -40,7 +40,6 @@ MUTANTS = (
         "return text",
         "a file's name steers the terminal",
         _ERRORS,
-        _PROCESSES,
     ),
     mutant(
         "tables-as-wide-as-a-name",
@@ -48,9 +47,7 @@ MUTANTS = (
         "[[bounded(printable(cell), MAX_CELL) for cell in line] for line in lines]",
         "[[printable(cell) for cell in line] for line in lines]",
         "a long name makes a table of gigabytes",
-        _ERRORS,
         "malformed/test_attacks_input.py",
-        _COMMANDS,
     ),
     mutant(
         "colours-where-there-is-no-terminal",
@@ -67,7 +64,7 @@ MUTANTS = (
         "        if error.errno in _NO_ROOM:\n",
         "        if error.errno not in _NO_ROOM:\n",
         "a full disk gives no hint, and other errors a wrong one",
-        _ERRORS,
+        "integration/cli/test_path_errors.py",
     ),
     mutant(
         "a-reader-that-goes-away-is-an-error",
@@ -115,7 +112,7 @@ MUTANTS = (
         "    except _UsageError as error:\n        code = _usage(error)\n",
         "    except _UsageError as error:\n        _usage(error)\n        code = common.OK\n",
         "a script goes on after a wrong option",
-        _ERRORS,
+        "integration/cli/test_usage.py",
     ),
     mutant(
         "verify-always-succeeds",
@@ -124,7 +121,6 @@ MUTANTS = (
         "    return OK\n",
         "a script goes on after damage was found",
         _ERRORS,
-        _COMMANDS,
     ),
     mutant(
         "verify-prints-what-steers-a-terminal",
@@ -132,9 +128,7 @@ MUTANTS = (
         'print(printable(f"{problem.file}: {problem.message}"))',
         'print(f"{problem.file}: {problem.message}")',
         "a tensor's name writes lines of `verify`",
-        "integration/test_hostile_directories.py",
         _ERRORS,
-        "unit/test_messages.py",
     ),
     mutant(
         "packing-says-nothing-of-what-it-left",
@@ -200,8 +194,6 @@ MUTANTS = (
         "        return bounded(printable(bounded(message, _MOST)), _MOST)\n",
         "        return printable(message)\n",
         "a name of 100 MB is an error message",
-        "unit/test_errors.py",
-        _ERRORS,
         "malformed/test_attacks_input.py",
     ),
     mutant(
@@ -219,6 +211,5 @@ MUTANTS = (
         "",
         "damage does not say of which tensor",
         "unit/test_errors.py",
-        _ERRORS,
     ),
 )

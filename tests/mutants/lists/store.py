@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..mutant import mutant
 
+_REFUSALS = "integration/test_live_delta_refusals.py"
 _LIVE = "integration/test_live_deltas.py"
 
 MUTANTS = (
@@ -13,7 +14,7 @@ MUTANTS = (
         "            if it.codec in WITH_BASE and found != it.base:",
         "            if it.codec in WITH_BASE and not it.base:",
         "a delta is applied to tensors that it was not made from",
-        _LIVE,
+        _REFUSALS,
     ),
     mutant(
         "targets-are-changed-again",
@@ -45,7 +46,7 @@ MUTANTS = (
         "repeats = any(n > 1 and step == 0",
         "repeats = any(n < 1 and step == 0",
         "a tensor that cannot be written fails when others are",
-        _LIVE,
+        _REFUSALS,
     ),
     mutant(
         "one-memory-is-two-states",
@@ -53,7 +54,7 @@ MUTANTS = (
         "        _refuse_one_memory(before, after.tensors)\n",
         "",
         "a delta from a model to itself says that nothing changed",
-        _LIVE,
+        _REFUSALS,
     ),
     mutant(
         "packed-tensors-are-read",
@@ -61,7 +62,7 @@ MUTANTS = (
         "        if not _has_bytes(tensor):\n",
         "        if False:\n",
         "packed weights are decoded, and the delta applied to a copy",
-        _LIVE,
+        _REFUSALS,
     ),
     mutant(
         "tensors-in-any-order",
@@ -93,7 +94,7 @@ MUTANTS = (
         "            if found != it.base:",
         "            if not found:",
         "a delta is applied to another base",
-        "integration/test_deltas.py",
+        "integration/test_delta_bases.py",
     ),
     mutant(
         "chains-come-back",
@@ -101,7 +102,7 @@ MUTANTS = (
         "            if place in seen:",
         "            if place in ():",
         "a chain that ends in itself is followed to the limit",
-        "integration/test_deltas.py",
+        "integration/test_delta_chains.py",
     ),
     mutant(
         "steps-of-any-name",
@@ -117,7 +118,7 @@ MUTANTS = (
         "        os.lstat(path)  # so that its absence is not told as other failures are\n",
         "",
         "a reader fails on a chain that is pruned meanwhile",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_pruning.py",
     ),
     mutant(
         "keyframes-come-late",
@@ -125,7 +126,7 @@ MUTANTS = (
         "if len(links) >= self._every:",
         "if len(links) > self._every:",
         "chains are longer than was asked for",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoints.py",
     ),
     mutant(
         "background-saves-fail-in-silence",
@@ -133,7 +134,7 @@ MUTANTS = (
         "            if pending.error is not None:\n                raise pending.error\n",
         "",
         "a full disk is never told",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_writers.py",
     ),
     mutant(
         "bases-are-removed",
@@ -141,7 +142,7 @@ MUTANTS = (
         "            if base != was:  #",
         "            if False:  #",
         "steps stand on what was pruned",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_pruning.py",
     ),
     mutant(
         "oldest-first",
@@ -149,7 +150,7 @@ MUTANTS = (
         "sorted(steps, reverse=True)",
         "sorted(steps)",
         "what is left when pruning fails stands on what is gone",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_pruning.py",
     ),
     mutant(
         "names-of-tensors-twice",
@@ -181,7 +182,7 @@ MUTANTS = (
         'place.view(leaf.dtype.newbyteorder("<"))',
         "place.view(leaf.dtype)",
         "arrays of the other byte order come back swapped",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_writers.py",
     ),
     mutant(
         "forked-writers",
@@ -189,7 +190,7 @@ MUTANTS = (
         "os.register_at_fork(after_in_child=_forked)\n",
         "",
         "nobody may write while a child of the last writer lives",
-        "integration/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_writers.py",
     ),
     mutant(
         "steps-are-forgotten-never",

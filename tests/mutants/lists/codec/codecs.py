@@ -127,7 +127,6 @@ MUTANTS = (
         "return not self.in_pieces",
         "plans keep constants on the device",
         "unit/test_registry.py",
-        "integration/test_plan_command.py",
     ),
     mutant(
         "a-read-only-output-is-written",
@@ -135,7 +134,6 @@ MUTANTS = (
         "        if not out.flags.writeable:\n",
         "        if not out.size:\n",
         "the core writes to memory that must not change",
-        "unit/test_core_refuses.py",
         "unit/test_blob_writer.py",
     ),
     mutant(
@@ -153,7 +151,7 @@ MUTANTS = (
         "if not fits or core()",
         "if core()",
         "a matrix of 2^64 + 1 rows counts as one row",
-        "unit/test_windows.py",
+        "unit/test_window_blobs.py",
     ),
     mutant(
         "a-matrix-of-other-words",
@@ -161,7 +159,7 @@ MUTANTS = (
         "words.ndim != 2 or words.itemsize != 2",
         "words.ndim != 2",
         "words of four bytes are read as twice as many",
-        "unit/test_windows.py",
+        "unit/test_window_blobs.py",
     ),
     mutant(
         "windows-into-too-small-a-buffer",
@@ -169,6 +167,6 @@ MUTANTS = (
         "if out.nbytes != nbytes or not out.flags.writeable:",
         "if not out.flags.writeable:",
         "the caller's mistake counts as the core's",
-        "unit/test_windows.py",
+        "unit/test_window_blobs.py",
     ),
 )

@@ -63,7 +63,6 @@ MUTANTS = (
         "    if found > needed:\n",
         "    if found > 2 * needed:\n",
         "a file may hide bytes at its end",
-        "malformed/test_attacks_container.py",
         "unit/test_container.py",
     ),
     mutant(
@@ -80,7 +79,7 @@ MUTANTS = (
         "            if any(gaps) or not names:\n",
         "            if not names:\n",
         "what is no entry of a header is passed over",
-        "unit/test_container.py",
+        "unit/test_header_json.py",
     ),
     mutant(
         "blocks-of-entries-of-any-size",
@@ -88,8 +87,7 @@ MUTANTS = (
         "            if list(map(operator.sub, behind, first)) != [spec.nbytes for spec in found]:\n",
         "            if len(first) != len(found):\n",
         "a tensor reaches into the next one",
-        "unit/test_container.py",
-        "malformed/test_attacks_container.py",
+        "unit/test_header_json.py",
     ),
     mutant(
         "blocks-of-entries-name-one-twice",
@@ -97,8 +95,7 @@ MUTANTS = (
         "return (entries, metadata) if len(entries) == count else None",
         "return entries, metadata",
         "a tensor takes the place of another one of its name",
-        "unit/test_container.py",
-        "malformed/test_attacks_container.py",
+        "unit/test_header_json.py",
     ),
     mutant(
         "true-is-a-size",

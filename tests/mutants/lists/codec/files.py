@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
+_RENAME = "unit/test_rename.py"
+
 MUTANTS = (
     mutant(
         "a-file-is-not-synced",
@@ -11,7 +13,6 @@ MUTANTS = (
         "            os.fsync(self._fd)\n",
         "",
         "a file has its name before its bytes are on the disk",
-        "integration/test_replacing.py",
         "unit/test_sink.py",
     ),
     mutant(
@@ -20,8 +21,7 @@ MUTANTS = (
         "                os.close(lock)\n        sync_folder(self.path.parent)",
         "                os.close(lock)",
         "a file's name may be lost with the power",
-        "unit/test_rename.py",
-        "unit/test_sink.py",
+        _RENAME,
     ),
     mutant(
         "what-appeared-meanwhile-is-replaced",
@@ -29,8 +29,7 @@ MUTANTS = (
         "                    rename_new(self._temporary, self.path)",
         "                    os.replace(self._temporary, self.path)",
         "two packs to one place replace each other's file",
-        "unit/test_sink.py",
-        "integration/test_replacing.py",
+        "integration/replacing/test_refused_places.py",
     ),
     mutant(
         "an-aborted-file-stays",
@@ -46,7 +45,7 @@ MUTANTS = (
         "                if done:\n                    views[0] = views[0][done:]",
         "                if done:\n                    views.pop(0)",
         "what a short write left out is never written",
-        "unit/test_sink.py",
+        "unit/test_sink_writes.py",
     ),
     mutant(
         "too-many-buffers",
@@ -54,7 +53,7 @@ MUTANTS = (
         "views[:_MAX_BUFFERS], offset)",
         "views, offset)",
         "more buffers are handed over than the system takes",
-        "unit/test_sink.py",
+        "unit/test_sink_writes.py",
     ),
     mutant(
         "a-private-file-is-readable-while-it-is-written",
@@ -62,10 +61,7 @@ MUTANTS = (
         "bits = 0o666 if self._mode is None else 0o600",
         "bits = 0o666",
         "others read what is being written of a private file",
-        "unit/test_rename.py",
-        "integration/test_replacing.py",
-        "integration/test_trees.py",
-        "unit/test_sink.py",
+        _RENAME,
     ),
     mutant(
         "a-file-that-shrank-is-zeros",
@@ -105,7 +101,7 @@ MUTANTS = (
         "        os.unlink(old)  # linked before: what is left of the renaming",
         "        pass",
         "a file system without renames that replace nothing keeps the temporary name",
-        "unit/test_rename.py",
+        _RENAME,
     ),
     mutant(
         "renames-without-the-call-replace",
@@ -113,7 +109,7 @@ MUTANTS = (
         "        os.link(old, new, follow_symlinks=False)",
         "        os.replace(old, new)\n        return",
         "an older system replaces a file that is there",
-        "unit/test_rename.py",
+        _RENAME,
     ),
     mutant(
         "others-temporary-files-are-removed",
@@ -121,7 +117,7 @@ MUTANTS = (
         "                if _lock(descriptor) and _is(descriptor, path):",
         "                if _is(descriptor, path):",
         "a pack removes what another one is writing",
-        "integration/test_replacing.py",
+        "integration/replacing/test_temporary_files.py",
     ),
     mutant(
         "other-users-files-are-removed",
@@ -129,7 +125,6 @@ MUTANTS = (
         "            if kind.st_uid != os.geteuid() or not (is_file",
         "            if not (is_file",
         "what another user's killed process left is removed",
-        "integration/test_replacing.py",
-        "unit/test_rename.py",
+        _RENAME,
     ),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_BLOBS = "malformed/test_attacks_blob.py"
+_TABLES = "unit/test_core_tables.py"
 _REFUSES = "unit/test_core_refuses.py"
+_BLOBS = "malformed/test_attacks_blob.py"
 
 MUTANTS = (
     mutant(
@@ -14,7 +15,7 @@ MUTANTS = (
         "l->unit_log2 > 12 || l->tables > TPDE_MAX_TABLES) return 0;",
         "l->unit_log2 > 12) return 0;",
         "more tables are opened than there is room for",
-        _REFUSES,
+        _TABLES,
     ),
     mutant(
         "planes-use-tables-that-are-not-there",
@@ -22,7 +23,7 @@ MUTANTS = (
         "    if (l->table_count[p] && l->first_table[p] + l->table_count[p] > l->tables) return 0;",
         "    if (l->table_count[p] > TPDE_MAX_TABLES) return 0;",
         "a plane is decoded with a table that was never read",
-        _REFUSES,
+        _TABLES,
     ),
     mutant(
         "segments-of-no-words",
@@ -30,7 +31,7 @@ MUTANTS = (
         "|| l->segment_words < 1) return 0;",
         ") return 0;",
         "a layout with segments of no words divides by them",
-        _REFUSES,
+        _TABLES,
     ),
     mutant(
         "the-first-chunk-starts-anywhere",
@@ -38,7 +39,6 @@ MUTANTS = (
         "    if (!i && offset != at)\n",
         "    if (!i && offset < at)\n",
         "bytes between the index map and the first chunk may hide something",
-        _BLOBS,
         _REFUSES,
     ),
     mutant(
@@ -47,7 +47,6 @@ MUTANTS = (
         "    if (next < offset || next > blob_bytes)\n",
         "    if (next > blob_bytes)\n",
         "chunks overlap",
-        _BLOBS,
         _REFUSES,
     ),
     mutant(
@@ -65,7 +64,6 @@ MUTANTS = (
         "    if (!fills && r[11] > 255)\n",
         "two index maps mean the same",
         _REFUSES,
-        _BLOBS,
     ),
     mutant(
         "planes-beyond-the-word-have-modes",
@@ -74,7 +72,6 @@ MUTANTS = (
         "if (mode > MODE_CODED)",
         "two index maps mean the same",
         _REFUSES,
-        _BLOBS,
     ),
     mutant(
         "chunks-outside-the-bytes-at-hand",
@@ -90,7 +87,6 @@ MUTANTS = (
         "    if ((size_t)(stop - p) < raw)\n",
         "    if ((size_t)(limit - p) < raw)\n",
         "a raw plane is read from the next chunk",
-        _BLOBS,
         _REFUSES,
     ),
     mutant(
@@ -99,7 +95,6 @@ MUTANTS = (
         "  if (took > bytes) {",
         "  if (took > readable) {",
         "a coded plane is read from the next chunk",
-        _BLOBS,
         _REFUSES,
     ),
     mutant(
@@ -109,7 +104,6 @@ MUTANTS = (
         "    if (l->table_count[plane] > TPDE_MAX_TABLES)\n",
         "a plane is decoded with the table before its first",
         _REFUSES,
-        _BLOBS,
     ),
     mutant(
         "lanes-with-any-fourth-byte",
@@ -118,7 +112,6 @@ MUTANTS = (
         "  if (p[2] > MAX_SHIFT) {",
         "two chunks mean the same",
         _BLOBS,
-        _REFUSES,
     ),
     mutant(
         "checksums-are-not-compared",
@@ -134,7 +127,6 @@ MUTANTS = (
         "    if (pos[l] > start[l + 1]) return l + 1;\n",
         "    if (pos[l] > start[TPDE_LANES]) return l + 1;\n",
         "a lane that reads its neighbour's bits is not named as damage",
-        _BLOBS,
         _REFUSES,
     ),
     mutant(
@@ -159,8 +151,7 @@ MUTANTS = (
         "t->raw_bits > 7 || t->max_bits + t->raw_bits > MAX_BITS ||",
         "t->raw_bits > 7 ||",
         "a table larger than any reader's room is opened",
-        _REFUSES,
-        _BLOBS,
+        _TABLES,
     ),
     mutant(
         "codes-that-are-not-complete",
@@ -185,8 +176,7 @@ MUTANTS = (
         "    if (p[i]) return tpde_fail(",
         "    if (p[i] && !number) return tpde_fail(",
         "padding after a later table may hide something",
-        _REFUSES,
-        _BLOBS,
+        _TABLES,
     ),
     mutant(
         "bytes-after-the-tables",
@@ -194,8 +184,7 @@ MUTANTS = (
         "  if (!code && align_up((uint32_t)at, 16) != section_bytes)\n",
         "  if (!code && align_up((uint32_t)at, 16) > section_bytes)\n",
         "a table section may hide something behind its tables",
-        _BLOBS,
-        _REFUSES,
+        _TABLES,
     ),
     mutant(
         "escapes-longer-than-codewords",
@@ -203,7 +192,6 @@ MUTANTS = (
         "  if (t->escape_bits > t->max_bits)\n",
         "  if (t->escape_bits > MAX_BITS)\n",
         "an escape that nothing can write is taken",
-        _BLOBS,
-        _REFUSES,
+        _TABLES,
     ),
 )

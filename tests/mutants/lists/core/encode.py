@@ -56,8 +56,6 @@ MUTANTS = (
         "while (((high - low) >> c->shift) > 256) c->shift++;",
         "a lane's length outgrows its byte",
         "contract/test_reference_encoder.py",
-        "contract/test_roundtrip.py",
-        "unit/test_core_refuses.py",
     ),
     mutant(
         "threads-that-do-not-start-leave-work",
@@ -82,7 +80,6 @@ MUTANTS = (
         "return 0;",
         "pages of a file that has become shorter are locked as if they were there",
         "unit/test_pages.py",
-        "unit/test_streaming_host_background.py",
     ),
     mutant(
         "more-samples-than-chunks",

@@ -78,8 +78,7 @@ MUTANTS = (
         "while (at < lowest && !atomic",
         "while (at > lowest && !atomic",
         "damage is not reported",
-        _WINDOWS,
-        "unit/test_windows.py",
+        "unit/test_window_blobs.py",
     ),
     mutant(
         "a-window-at-an-odd-exponent-beside-zeros",
@@ -87,8 +86,7 @@ MUTANTS = (
         "step = x->counts[0] ? 2 : 1",
         "step = 1",
         "the exponent of a zero borrows from its sign",
-        "unit/test_windows.py",
-        _MATRICES,
+        "unit/test_window_blobs.py",
     ),
     mutant(
         "the-highest-of-equal-windows",
@@ -178,6 +176,6 @@ MUTANTS = (
         "first % unit == 0 &&",
         "first <= all &&",
         "a part is made of other rows than are asked for",
-        "unit/test_c_arguments.py",
+        "unit/test_c_windows.py",
     ),
 )

@@ -27,7 +27,7 @@ MUTANTS = (
         "limit = shared_bytes - DESCRIPTOR_BYTES - wanted.slack",
         "limit = shared_bytes - wanted.slack + 4096",
         "a kernel asks for more shared memory than a block has",
-        "unit/test_kernels.py",
+        "unit/test_packed_geometry.py",
     ),
     mutant(
         "tables-crowd-out-warps",
@@ -35,7 +35,7 @@ MUTANTS = (
         "table_room = wanted.tables if wanted.tables <= limit // 2 else 0",
         "table_room = wanted.tables",
         "large tables leave no shared memory to decode with",
-        "unit/test_kernels.py",
+        "unit/test_packed_geometry.py",
     ),
     mutant(
         "nvcomp-warns-each-time",

@@ -35,7 +35,7 @@ MUTANTS = (
         "if listed.check == it.check:",
         "if listed.check >= 0:",
         "changes are applied to what is no base of them",
-        "integration/test_live_deltas.py",
+        "integration/test_live_delta_checks.py",
     ),
     mutant(
         "checks-of-a-gpu-of-places-in-chunks",

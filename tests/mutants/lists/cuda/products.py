@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
+_WAYS = "unit/test_product_ways.py"
+
 MUTANTS = (
     mutant(
         "later-rows-of-x-are-the-first",
@@ -19,7 +21,7 @@ MUTANTS = (
         "    if have.capability == _WGMMA and _has_parts(window):",
         "    if _has_parts(window):",
         "devices without wgmma are given it",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "one-turn-taken-for-idle-blocks",
@@ -27,7 +29,7 @@ MUTANTS = (
         "(turns * at_once) if turns > 1 else 1.0",
         "(turns * at_once)",
         "clusters multiply small matrices by few rows, 1.2 times as slowly",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "group-products-of-short-rows",
@@ -35,7 +37,7 @@ MUTANTS = (
         "    if have.capability == _WGMMA and _has_parts(window):",
         "    if have.capability == _WGMMA:",
         "blocks of a cluster have no part, and wait for ever",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "many-rows-of-short-ones",
@@ -43,7 +45,7 @@ MUTANTS = (
         "return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS",
         "return MOST_ROWS if have.capability == _WGMMA else _WITHOUT_GROUPS",
         "short rows are multiplied sixteen at a time where decoding is faster",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "x-that-does-not-fit-stays",
@@ -51,7 +53,7 @@ MUTANTS = (
         "own = -(-window.stripe_chunks // PARTS)  # chunks",
         "own = window.stripe_chunks // PARTS  # chunks",
         "a part's last chunk of x is written behind its room",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "kernels-one-at-a-time",
@@ -59,7 +61,7 @@ MUTANTS = (
         "_COMPILING = 4",
         "_COMPILING = 1",
         "a first load compiles a dozen kernels in turn",
-        "unit/test_window_products.py",
+        "unit/test_product_compiling.py",
     ),
     mutant(
         "kernels-behind-one-that-is-refused",
@@ -67,7 +69,7 @@ MUTANTS = (
         "threads.shutdown(cancel_futures=True)",
         "threads.shutdown()",
         "a dozen kernels are compiled before an error is seen",
-        "unit/test_window_products.py",
+        "unit/test_product_compiling.py",
     ),
     mutant(
         "kernels-loaded-twice",
@@ -147,7 +149,7 @@ MUTANTS = (
         "[it for it in wide if it.shared <= shared_bytes]",
         "wide",
         "launches fail where a block has less shared memory",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "wide-products-keep-all-of-x",
@@ -155,7 +157,7 @@ MUTANTS = (
         "own if own <= _KEPT else 0",
         "own",
         "long rows of x are kept in registers that are not there",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "tables-of-other-kernels",
@@ -187,7 +189,7 @@ MUTANTS = (
         "[it for it in ways if it.shared <= shared_bytes]",
         "list(ways)",
         "launches fail where x does not fit",
-        "unit/test_window_products.py",
+        _WAYS,
     ),
     mutant(
         "kernel-of-experts-rows-of-the-one-before",

@@ -35,6 +35,6 @@ MUTANTS = (
         "        self.require_bytes()\n",
         "",
         "a streamed component is saved without its weights",
-        "integration/test_diffusers.py",
+        "integration/test_diffusers_vram.py",
     ),
 )

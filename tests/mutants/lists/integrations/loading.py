@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...mutant import mutant
 
 _ALLOWANCE = "unit/test_allowance.py"
-_PRETRAINED = "integration/test_from_pretrained.py"
 
 MUTANTS = (
     mutant(
@@ -46,7 +45,7 @@ MUTANTS = (
         '        and segment["stream"] == stream\n',
         "",
         "memory is planned with that PyTorch gives to another stream only",
-        _ALLOWANCE,
+        "unit/test_held_memory.py",
     ),
     mutant(
         "budgets-do-not-end",
@@ -63,7 +62,6 @@ MUTANTS = (
         "",
         "PyTorch may allocate what page tables take",
         _ALLOWANCE,
-        "integration/test_vram_limits.py",
     ),
     mutant(
         "a-tensor-in-two-files",
@@ -71,8 +69,7 @@ MUTANTS = (
         "            if name in self.packed or name in self.plain:\n",
         "            if name in self.packed:\n",
         "which of two plain tensors of a name is loaded depends on the order of files",
-        "unit/test_core_refuses.py",
-        "unit/test_model_terms.py",
+        "unit/test_checkpoint_files.py",
     ),
     mutant(
         "plain-files-beside-packed-ones",
@@ -88,8 +85,7 @@ MUTANTS = (
         "        if found != self.spec:\n",
         "        if found.dtype != self.spec.dtype:\n",
         "a blob of another shape takes a tensor's place",
-        _PRETRAINED,
-        "unit/test_model_terms.py",
+        "unit/test_checkpoint_files.py",
     ),
     mutant(
         "a-checkpoint-that-fails-stays-open",
@@ -97,7 +93,7 @@ MUTANTS = (
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "files of a model that is refused stay open",
-        "unit/test_model_terms.py",
+        "unit/test_checkpoint_files.py",
     ),
     mutant(
         "any-number-of-a-device",
@@ -105,8 +101,7 @@ MUTANTS = (
         "if number < torch.cuda.device_count() else None",
         "if number <= torch.cuda.device_count() else None",
         "a device that is not there is refused by PyTorch, in its own words",
-        "unit/test_model_terms.py",
-        _PRETRAINED,
+        "unit/test_assignment.py",
     ),
     mutant(
         "garbage-is-collected-while-loading",
@@ -114,8 +109,7 @@ MUTANTS = (
         "    gc.disable()\n",
         "    pass\n",
         "loading looks through all objects again and again",
-        "unit/test_garbage.py",
-        _PRETRAINED,
+        "integration/test_from_pretrained_garbage.py",
     ),
     mutant(
         "garbage-collection-stays-off",
@@ -131,8 +125,7 @@ MUTANTS = (
         "(before.requires_grad or not frozen)",
         "(before.requires_grad or frozen)",
         "plain weights of a packed component ask for gradients",
-        "integration/test_diffusers.py",
-        "unit/test_model_terms.py",
+        "unit/test_assignment.py",
     ),
     mutant(
         "quantized-before",
@@ -140,9 +133,7 @@ MUTANTS = (
         "        if source is not None:\n",
         "        if source is None and version != VERSION:\n",
         "a model that was quantized before it was packed runs with wrong weights",
-        _PRETRAINED,
-        "integration/test_saved_again.py",
-        "unit/test_model_terms.py",
+        "unit/test_assignment.py",
     ),
     mutant(
         "files-that-are-too-short",
@@ -151,7 +142,6 @@ MUTANTS = (
         "        if extent.offset > extent.source.size:\n",
         "memory is allocated for a file that does not hold what is wanted",
         "unit/test_reading.py",
-        _PRETRAINED,
     ),
     mutant(
         "readers-go-on-after-an-error",
@@ -160,7 +150,6 @@ MUTANTS = (
         "                pass  # nobody wants the rest\n",
         "the rest of a model is read after a read has failed",
         "unit/test_reading.py",
-        "unit/test_model_terms.py",
     ),
     mutant(
         "errors-of-readers-are-dropped",
@@ -168,7 +157,7 @@ MUTANTS = (
         "        for job in self._jobs:\n            job.result()\n",
         "",
         "weights are used before they are read, and a read that fails is not told",
-        "unit/test_reading.py",
+        "unit/test_reading_to_gpu.py",
     ),
     mutant(
         "cuts-within-a-part",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_FOOTPRINT = ("unit/test_model_terms.py", "unit/test_footprint.py", "unit/test_footprint_shapes.py")
 _VRAM = "integration/test_from_pretrained_vram.py"
 _FUSED = "integration/test_vram_fused.py"
 _BACK = "integration/test_vram_given_back.py"
@@ -16,7 +15,7 @@ MUTANTS = (
         " and name not in packed and tied.get(name) not in packed:",
         " and name not in packed:",
         "a head that is tied to a packed embedding counts as plain",
-        *_FOOTPRINT,
+        "unit/test_footprint.py",
     ),
     mutant(
         "plain-weights-are-not-rounded",
@@ -24,7 +23,7 @@ MUTANTS = (
         "align(tensor.numel() * tensor.element_size(), ALIGN)",
         "tensor.numel() * tensor.element_size()",
         "what the allocator rounds up by has no room",
-        *_FOOTPRINT,
+        "unit/test_model_terms.py",
     ),
     mutant(
         "containers-are-called",
@@ -32,7 +31,7 @@ MUTANTS = (
         "sum(not isinstance(module, lists) for module in model.modules())",
         "sum(1 for module in model.modules())",
         "lists of modules are predicted to take time",
-        *_FOOTPRINT,
+        "unit/test_model_terms.py",
     ),
     mutant(
         "loading-has-room-for-what-is-there",
@@ -113,8 +112,6 @@ MUTANTS = (
         "                pass\n",
         "a closed model still holds its budget",
         _BACK,
-        "integration/test_vram_limits.py",
-        "unit/test_model_terms.py",
     ),
     mutant(
         "streamed-models-are-pickled",
@@ -122,8 +119,7 @@ MUTANTS = (
         "    def __getstate__(self) -> dict[str, Any]:\n",
         "    def _getstate(self) -> dict[str, Any]:\n",
         "a streamed model is pickled without its weights",
-        "unit/test_model_terms.py",
-        _VRAM,
+        "unit/test_run_memory.py",
     ),
     mutant(
         "what-was-opened-stays-open",
@@ -131,9 +127,7 @@ MUTANTS = (
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "locked memory and files of a model that fails to load stay",
-        "unit/test_model_terms.py",
-        "integration/test_vram_host_memory.py",
-        _BACK,
+        "unit/test_checkpoint_files.py",
     ),
     mutant(
         "a-dropped-model-keeps-its-memory",
@@ -165,8 +159,7 @@ MUTANTS = (
         "plain=footprint.plain + TABLES_BYTES * len(here))",
         "plain=footprint.plain)",
         "tables of what is on the device have no room",
-        "integration/test_plan_command.py",
-        "unit/test_model_terms.py",
+        "unit/test_model_units.py",
     ),
     mutant(
         "units-without-experts",
@@ -174,9 +167,7 @@ MUTANTS = (
         "        index=EXPERT_BYTES * experts\n        + sum(",
         "        index=sum(",
         "descriptors of experts have no room",
-        "integration/test_plan_command.py",
-        "unit/test_model_terms.py",
-        _VRAM,
+        "unit/test_model_units.py",
     ),
     mutant(
         "all-embeddings-are-rows",
@@ -184,6 +175,6 @@ MUTANTS = (
         "rows = all(_is_rows(model, it) for it in users)",
         "rows = any(_is_rows(model, it) for it in users)",
         "a block with an embedding among its weights has no workspace",
-        "unit/test_model_terms.py",
+        "unit/test_model_units.py",
     ),
 )

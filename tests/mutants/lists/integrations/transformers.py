@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_FOOTPRINT = ("unit/test_model_terms.py", "unit/test_footprint.py", "unit/test_footprint_shapes.py")
+_FOOTPRINT = "unit/test_footprint.py"
+_TERMS = "unit/test_activation_terms.py"
 _LIMITS = "integration/test_vram_limits.py"
 _BACK = "integration/test_vram_given_back.py"
-_PRETRAINED = "integration/test_from_pretrained.py"
 
 MUTANTS = (
     mutant(
@@ -16,7 +16,7 @@ MUTANTS = (
         "math.ceil(layer * layers * (1 + FRAGMENTATION))",
         "math.ceil(layer * layers)",
         "a cache that grows does not fit beside its holes",
-        *_FOOTPRINT,
+        _FOOTPRINT,
     ),
     mutant(
         "caches-have-no-room-to-grow",
@@ -24,7 +24,7 @@ MUTANTS = (
         "* (1 + FRAGMENTATION)) + layer) if layers",
         "* (1 + FRAGMENTATION))) if layers",
         "a layer that grows has no room beside itself",
-        *_FOOTPRINT,
+        _FOOTPRINT,
     ),
     mutant(
         "encoders-have-no-cache",
@@ -32,7 +32,7 @@ MUTANTS = (
         "        layers *= 2  # those of",
         "        layers *= 1  # those of",
         "keys and values of an encoder's tokens have no room",
-        *_FOOTPRINT,
+        "unit/test_model_terms.py",
     ),
     mutant(
         "states-have-no-copy",
@@ -40,7 +40,7 @@ MUTANTS = (
         "return max_batch * (states + -(-states // layers))",
         "return max_batch * states",
         "a recurrent layer's new state has no room beside the old one",
-        *_FOOTPRINT,
+        "unit/test_footprint_shapes.py",
     ),
     mutant(
         "all-layers-cache-everywhere",
@@ -48,8 +48,7 @@ MUTANTS = (
         "layers = sum(any(name in only for name in names) for names in blocks)",
         "layers = len(blocks)",
         "each of several devices keeps room for the cache of all",
-        *_FOOTPRINT,
-        "integration/test_plan_command.py",
+        "unit/test_model_terms.py",
     ),
     mutant(
         "grouped-heads-are-whole",
@@ -57,7 +56,7 @@ MUTANTS = (
         'heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads',
         "heads = config.num_attention_heads",
         "caches are planned several times as large as they are",
-        *_FOOTPRINT,
+        _FOOTPRINT,
     ),
     mutant(
         "pairs-of-tokens-take-no-room",
@@ -65,7 +64,7 @@ MUTANTS = (
         "max_tokens * self.inside + max_tokens * max_tokens * self.pair",
         "max_tokens * self.inside",
         "masks and scores have no room",
-        *_FOOTPRINT,
+        _TERMS,
     ),
     mutant(
         "sampling-takes-no-room",
@@ -73,7 +72,7 @@ MUTANTS = (
         "ends = max_tokens * self.logits + batch * self.sampling",
         "ends = max_tokens * self.logits",
         "choosing tokens has no room",
-        *_FOOTPRINT,
+        _TERMS,
     ),
     mutant(
         "copied-experts-take-no-room",
@@ -81,7 +80,7 @@ MUTANTS = (
         "+ self.copied(max_tokens, max_batch) * self.experts",
         "",
         "copies of experts have no room",
-        *_FOOTPRINT,
+        _TERMS,
     ),
     mutant(
         "scaled-logits-are-there-once",
@@ -89,7 +88,7 @@ MUTANTS = (
         "logits=vocabulary * itemsize * (2 if _scales_logits(config) else 1)",
         "logits=vocabulary * itemsize",
         "the second copy of scaled logits has no room",
-        *_FOOTPRINT,
+        _FOOTPRINT,
     ),
     mutant(
         "scans-take-no-room",
@@ -97,7 +96,7 @@ MUTANTS = (
         "return max_tokens * self.states + max(inside, scan, ends)",
         "return max_tokens * self.states + max(inside, ends)",
         "a recurrent layer's scan has no room",
-        *_FOOTPRINT,
+        _TERMS,
     ),
     mutant(
         "more-tokens-than-room",
@@ -145,7 +144,7 @@ MUTANTS = (
         "    if made.dtype is not expected:\n",
         "    if made.dtype is expected and not made.whole:\n",
         "`dtype=` is passed over for packed weights",
-        _PRETRAINED,
+        "integration/test_decoded_weights.py",
     ),
     mutant(
         "weights-that-models-look-at",
@@ -153,9 +152,7 @@ MUTANTS = (
         "        reasons += [kept[name] for name in made if name in kept]\n",
         "",
         "a weight that the model changes is packed",
-        _PRETRAINED,
         "nn/test_changed.py",
-        "unit/test_model_terms.py",
     ),
     mutant(
         "ties-of-different-bytes",
@@ -163,7 +160,7 @@ MUTANTS = (
         "return all(x.spec == y.spec and x.digest == y.digest for x, y in pairs)",
         "return all(x.spec == y.spec for x, y in pairs)",
         "a head that differs from its embedding is tied to it",
-        _PRETRAINED,
+        "integration/test_from_pretrained.py",
     ),
     mutant(
         "one-plain-of-two-tied",
@@ -171,7 +168,6 @@ MUTANTS = (
         "            elif other in there:\n",
         "            elif other not in there:\n",
         "of two tied weights one is plain, and not what the file says",
-        _PRETRAINED,
         "integration/test_hostile_directories.py",
     ),
     mutant(
@@ -180,7 +176,7 @@ MUTANTS = (
         "return min(places, experts) * room, room",
         "return places * room, room",
         "a cache has more places than there are experts",
-        "unit/test_model_terms.py",
+        "unit/test_model_units.py",
     ),
     mutant(
         "experts-have-no-margin",
@@ -188,8 +184,7 @@ MUTANTS = (
         "PLACES * (largest + largest // MARGIN + ENDS)",
         "PLACES * largest",
         "the two least places do not hold an expert that is larger than the mean",
-        "integration/test_from_pretrained_vram.py",
-        "unit/test_model_terms.py",
+        "unit/test_model_units.py",
     ),
     mutant(
         "experts-damage-is-not-checked",
@@ -240,7 +235,7 @@ MUTANTS = (
         "return int(self._free - free + back)",
         "return int(self._free - free)",
         "the peak is told to be what is left at the end",
-        "unit/test_model_terms.py",
+        "unit/test_run_memory.py",
     ),
     mutant(
         "footprints-without-buffers",
@@ -248,8 +243,7 @@ MUTANTS = (
         'return sizes["packed_bytes"] + sizes["plain_bytes"] + buffers',
         'return sizes["packed_bytes"] + sizes["plain_bytes"]',
         "`get_memory_footprint` leaves buffers out",
-        "unit/test_model_terms.py",
-        "integration/test_transformers_plugin.py",
+        "unit/test_run_memory.py",
     ),
     mutant(
         "kernels-loaded-ahead-count-as-others",

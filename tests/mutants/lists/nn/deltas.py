@@ -11,7 +11,7 @@ MUTANTS = (
         "        if self.active_delta is None:\n            return self._again()\n",
         "        if True:\n            return self._again()\n",
         "gradients are computed with the weights of another fine-tune",
-        "nn/test_deltas.py",
+        "nn/test_modules_with_deltas.py",
     ),
     mutant(
         "gradients-of-updated-weights",
@@ -27,7 +27,7 @@ MUTANTS = (
         "                self._ended.wait_for(lambda: not self._depth)\n",
         "",
         "the blocks of one forward pass have weights of two fine-tunes",
-        "nn/test_deltas.py",
+        "nn/test_switching_deltas.py",
     ),
     mutant(
         "graphs-go-on-with-another-delta",
@@ -35,7 +35,7 @@ MUTANTS = (
         "        if self.active_delta.recorded:\n",
         "        if False:\n",
         "a recorded graph computes with the fine-tune before",
-        "nn/test_deltas.py",
+        "nn/test_switching_deltas.py",
     ),
     mutant(
         "trained-parameters-are-overwritten",
@@ -43,7 +43,7 @@ MUTANTS = (
         "        for it in self._copies:\n            it.check(own=own)\n",
         "",
         "what was trained is lost when another delta comes into use",
-        "nn/test_deltas.py",
+        "nn/test_modules_with_deltas.py",
     ),
     mutant(
         "interrupted-switches-go-unseen",
@@ -51,7 +51,7 @@ MUTANTS = (
         "        with self.deltas.passes.one():\n            self.deltas.require_settled()\n",
         "        with self.deltas.passes.one():\n",
         "after Ctrl-C a model computes with the weights of two fine-tunes",
-        "nn/test_requests.py",
+        "nn/test_interrupted_switches.py",
     ),
     mutant(
         "interrupted-switches-are-left",
@@ -59,7 +59,7 @@ MUTANTS = (
         "            if chosen == self.active and self.active_delta.settled:\n",
         "            if chosen == self.active:\n",
         "after Ctrl-C plain parameters stay those of another fine-tune",
-        "nn/test_requests.py",
+        "nn/test_interrupted_switches.py",
     ),
     mutant(
         "parameters-of-the-caller-are-overwritten",
@@ -67,7 +67,7 @@ MUTANTS = (
         "        if own and self._seen() is not now:\n",
         "        if False:\n",
         "tensors given to `functional_call` become those of a fine-tune",
-        "nn/test_requests.py",
+        "nn/test_requests_refused.py",
     ),
     mutant(
         "casts-of-another-delta-are-kept",
@@ -75,7 +75,7 @@ MUTANTS = (
         "        torch.clear_autocast_cache()",
         "        pass",
         "under autocast, plain parameters are those of the delta that was used first",
-        "nn/test_deltas.py",
+        "nn/test_modules_with_deltas.py",
     ),
     mutant(
         "rows-come-back-by-deltas",
@@ -91,7 +91,7 @@ MUTANTS = (
         "        if not (alone or name in known):\n",
         "        if False:\n",
         "what holds no rows is cut by them",
-        "nn/test_requests.py",
+        "nn/test_request_arguments.py",
     ),
     mutant(
         "plain-parts-are-called",
@@ -99,7 +99,7 @@ MUTANTS = (
         "        if refused:\n",
         "        if False:\n",
         "a part of a model computes with whichever delta was last",
-        "nn/test_requests.py",
+        "nn/test_requests_refused.py",
     ),
     mutant(
         "other-threads-take-turns-with-nobody",

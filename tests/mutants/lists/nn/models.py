@@ -27,9 +27,7 @@ MUTANTS = (
         "            del module.__dict__[method]\n",
         "            pass\n",
         "an unpacked model cannot be moved as plain ones are",
-        "nn/test_modules.py",
-        "nn/test_models.py",
-        "nn/test_all_or_nothing.py",
+        "nn/test_block_forwards.py",
     ),
     mutant(
         "embeddings-that-are-renormalized",
@@ -37,7 +35,7 @@ MUTANTS = (
         "return module.max_norm is None and not module.sparse",
         "return not module.sparse",
         "an embedding that changes its weight is packed",
-        "nn/test_modules.py",
+        "nn/test_pack_module.py",
     ),
     mutant(
         "replacing-what-is-not-alike",
@@ -45,7 +43,7 @@ MUTANTS = (
         "    if made.dtype != parameter.dtype or made.shape != parameter.shape:\n",
         "    if made.dtype != parameter.dtype:\n",
         "a weight of another shape takes a parameter's place",
-        "nn/test_modules.py",
+        "nn/test_replaced_parameters.py",
     ),
     mutant(
         "unpacked-blocks-keep-their-forward",
@@ -53,8 +51,7 @@ MUTANTS = (
         "            ours.group = None  # whoever put",
         "            pass  # whoever put",
         "whoever wrapped a block's forward pass still decodes packed weights",
-        "nn/test_modules.py",
-        "nn/test_second_thread.py",
+        "nn/test_block_forwards.py",
     ),
     mutant(
         "adapters-are-packed",
@@ -62,9 +59,7 @@ MUTANTS = (
         "if adapted and parameter.requires_grad:",
         "if False:",
         "an adapter on a packed model is packed, and not trained",
-        "nn/test_parameters.py",
         "nn/test_training.py",
-        "nn/test_modules.py",
     ),
     mutant(
         "ties-are-torn",
@@ -73,8 +68,6 @@ MUTANTS = (
         "            return nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)\n        return made[key]",
         "tied weights are two after unpacking",
         "nn/test_models.py",
-        "nn/test_modules.py",
-        "nn/test_all_or_nothing.py",
     ),
     mutant(
         "plain-state-dicts-share-the-workspace",
@@ -99,8 +92,7 @@ MUTANTS = (
         "made.setdefault(id(it), it.for_copy(owner))",
         "it.for_copy(owner)",
         "a copied block has two forward passes, of which unpacking finds one",
-        "nn/test_copies.py",
-        "nn/test_second_thread.py",
+        "nn/test_block_forwards.py",
     ),
     mutant(
         "experts-from-windows-whatever-needs-a-gradient",
@@ -108,7 +100,7 @@ MUTANTS = (
         "    if is_grad_enabled() and any(\n",
         "    if False and any(\n",
         "an operator without a gradient cuts the backward pass",
-        "nn/test_fused_experts.py",
+        "nn/test_expert_products.py",
     ),
     mutant(
         "experts-in-graphs-go-unseen",
@@ -116,7 +108,7 @@ MUTANTS = (
         "        slot.packed.sources[0].recorded = True\n",
         "        pass\n",
         "a CUDA graph reads a weight that was replaced",
-        "nn/test_fused_experts.py",
+        "nn/test_expert_products.py",
     ),
     mutant(
         "one-of-two-weights-of-experts",
@@ -124,7 +116,7 @@ MUTANTS = (
         "        if sources is None:\n            return False\n",
         "        if sources is None:\n            continue\n",
         "a module has one weight in windows, which is never multiplied as it is",
-        "nn/test_fused_experts.py",
+        "nn/test_experts_decoded.py",
     ),
     mutant(
         "experts-are-decoded-with-their-block",

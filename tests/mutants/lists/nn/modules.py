@@ -11,8 +11,7 @@ MUTANTS = (
         "            if found is not slot.dtype:\n                raise PackedWeight(",
         "            if found is slot.dtype and not found.is_floating_point:\n                raise PackedWeight(",
         "`model.half()` casts all but the packed weights",
-        "nn/test_modules.py",
-        "nn/test_parameters.py",
+        "nn/test_parameter_changes.py",
     ),
     mutant(
         "missing-keys-are-not-told",
@@ -20,7 +19,7 @@ MUTANTS = (
         "                if strict:\n                    missing_keys.append(key)\n",
         "                pass\n",
         "a state dict without a packed weight is loaded as if it were complete",
-        "nn/test_modules.py",
+        "nn/test_module_states.py",
     ),
     mutant(
         "packed-keys-are-unexpected",
@@ -28,7 +27,7 @@ MUTANTS = (
         "            if key in unexpected_keys:\n                unexpected_keys.remove(key)\n",
         "",
         "the state dict of a packed model is refused",
-        "nn/test_modules.py",
+        "nn/test_module_states.py",
     ),
     mutant(
         "moving-leaves-the-parameter-behind",
@@ -37,7 +36,6 @@ MUTANTS = (
         "            slot.parameter.memory_format = memory_format or CONTIGUOUS\n",
         "a parameter says that it is where it was",
         "nn/test_attacks.py",
-        "nn/test_parameters.py",
     ),
     mutant(
         "assigned-blobs-leave-the-parameter-behind",
@@ -46,7 +44,6 @@ MUTANTS = (
         "                    slot.packed.load(value.packed, assign=True)\n",
         "after loading with `assign`, a parameter says that it is where it was",
         "nn/test_loading_blobs.py",
-        "nn/test_modules.py",
     ),
     mutant(
         "loading-copies-what-should-be-assigned",
@@ -55,7 +52,6 @@ MUTANTS = (
         "slot.packed.load(value.packed)",
         "loading with `assign=True` keeps the model where it was",
         "nn/test_loading_blobs.py",
-        "nn/test_modules.py",
     ),
     mutant(
         "fetched-experts-stay",
@@ -79,8 +75,7 @@ MUTANTS = (
         "index.reshape(-1).long().clamp(0, count - 1)",
         "index.reshape(-1).long()",
         "a router's number for no expert ends in an error",
-        "nn/test_experts.py",
-        "nn/test_second_thread.py",
+        "nn/test_routing.py",
     ),
     mutant(
         "unknown-kernels-choose-experts",
@@ -104,9 +99,7 @@ MUTANTS = (
         "        if self._before is not None:\n            return _Passed(",
         "        if self._before is None:\n            return _Passed(",
         "what the user saves elsewhere for the backward pass stays on the device",
-        "nn/test_training.py",
-        "nn/test_second_thread.py",
-        "nn/test_attacks.py",
+        "nn/test_saved_for_backward.py",
     ),
     mutant(
         "conjugates-come-back-unconjugated",
@@ -139,6 +132,5 @@ MUTANTS = (
         "even = True",
         "tiles of a weight in parts are cut as if its chunks were even",
         "nn/test_tiles.py",
-        "nn/test_second_thread.py",
     ),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_THREADS = ("nn/test_second_thread.py", "nn/test_threads.py", "nn/test_modules.py")
+_SECOND_THREAD = "nn/test_second_thread.py"
+_STREAMS = "nn/test_workspace_streams.py"
 
 MUTANTS = (
     mutant(
@@ -13,7 +14,7 @@ MUTANTS = (
         "return space if space is not None and space.thread == get_ident() else None",
         "return space",
         "a thread reads a weight from the workspace of another, which is being overwritten",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "a-second-thread-is-live",
@@ -21,7 +22,7 @@ MUTANTS = (
         "            and space.filled is self\n            and space.thread == get_ident()\n",
         "            and space.filled is self\n",
         "a thread that another waits for computes with the other's workspace",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "a-second-thread-is-open",
@@ -29,7 +30,7 @@ MUTANTS = (
         "    if space.thread != get_ident() or space.group is not group:\n",
         "    if space.group is not group:\n",
         "a thread enters the block of another without its lock",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "a-second-thread-has-room-for-tiles",
@@ -37,7 +38,7 @@ MUTANTS = (
         "if space is None or space.thread != get_ident() or space.group is not self:",
         "if space is None or space.group is not self:",
         "a thread decodes tiles over those of another",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "a-workspace-belongs-to-its-last-thread",
@@ -45,7 +46,7 @@ MUTANTS = (
         "            space.filled = space.group = None\n            space.thread = 0\n",
         "            space.group = None\n            space.thread = 0\n",
         "a block takes what is in the workspace for its own weights after another has been there",
-        *_THREADS,
+        "nn/test_workspace.py",
     ),
     mutant(
         "scopes-keep-their-lock",
@@ -53,7 +54,7 @@ MUTANTS = (
         "                space.some.clear()\n        space.lock.release()\n",
         "                space.some.clear()\n        if space.depth:\n            space.lock.release()\n",
         "no second thread ever computes",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "threads-beside-stay-beside",
@@ -61,7 +62,7 @@ MUTANTS = (
         "                space.beside.discard(get_ident())\n",
         "                pass\n",
         "a thread that once had to decode copies always does",
-        *_THREADS,
+        _SECOND_THREAD,
     ),
     mutant(
         "experts-are-taken-for-the-next-blocks",
@@ -69,9 +70,7 @@ MUTANTS = (
         "            if space.some:\n                space.some.clear()\n",
         "",
         "what was decoded alone in one block is taken for decoded in the next",
-        "nn/test_second_thread.py",
-        "nn/test_experts.py",
-        "nn/test_modules.py",
+        _SECOND_THREAD,
     ),
     mutant(
         "changes-are-not-looked-for",
@@ -87,8 +86,7 @@ MUTANTS = (
         "                at += align(slot.nbytes, ALIGN)\n",
         "                at += slot.nbytes\n",
         "weights start at odd addresses of the workspace",
-        "nn/test_modules.py",
-        "nn/test_parameters.py",
+        "nn/test_workspace.py",
     ),
     mutant(
         "a-workspace-of-the-last-block",
@@ -96,7 +94,7 @@ MUTANTS = (
         "        pool.capacity = max(pool.capacity, at)\n",
         "        pool.capacity = at\n",
         "a larger block makes its own workspace each time",
-        "nn/test_modules.py",
+        "nn/test_workspace_memory.py",
     ),
     mutant(
         "a-workspace-is-released-while-it-is-used",
@@ -104,8 +102,7 @@ MUTANTS = (
         "            if self.depth or capturing(self.device):\n                return 0\n",
         "            if capturing(self.device):\n                return 0\n",
         "a block's weights are given back while it computes",
-        "nn/test_second_thread.py",
-        "nn/test_training.py",
+        _STREAMS,
     ),
     mutant(
         "kept-weights-are-overwritten",
@@ -113,8 +110,7 @@ MUTANTS = (
         "        if self._storage is None or self.recorded or self._uses() <= self._known:\n            return\n",
         "        if self._storage is not None:\n            return\n",
         "a weight that somebody keeps becomes that of the next block",
-        "nn/test_parameters.py",
-        "nn/test_modules.py",
+        _STREAMS,
     ),
     mutant(
         "another-stream-is-not-waited-for",
@@ -122,8 +118,7 @@ MUTANTS = (
         "                stream.wait_stream(self._stream)\n",
         "                pass\n",
         "two streams decode to the workspace at a time",
-        "nn/test_second_thread.py",
-        "nn/test_modules.py",
+        _STREAMS,
     ),
     mutant(
         "a-workspace-goes-back-too-soon",
@@ -131,6 +126,6 @@ MUTANTS = (
         "            self.buffer.record_stream(self._stream)\n",
         "            pass\n",
         "memory is given to others while a stream still reads weights there",
-        "nn/test_modules.py",
+        _STREAMS,
     ),
 )

@@ -11,7 +11,7 @@ MUTANTS = (
         "        yield new\n        sync_tree(new)\n",
         "        yield new\n",
         "the old folder goes before the new one is on the disk",
-        "integration/test_replacing.py",
+        "integration/replacing/test_interrupts.py",
     ),
     mutant(
         "the-old-folder-is-not-put-back",
@@ -19,7 +19,7 @@ MUTANTS = (
         "    if old is not None and not os.path.lexists(destination):\n",
         "    if old is None and not os.path.lexists(destination):\n",
         "where the second rename fails, nothing is in the place",
-        "integration/test_replacing.py",
+        "integration/replacing/test_interrupts.py",
     ),
     mutant(
         "the-journal-is-not-synced",
@@ -27,7 +27,7 @@ MUTANTS = (
         "        json.dump(value, file)\n        file.flush()\n        os.fsync(file.fileno())\n",
         "        json.dump(value, file)\n        file.flush()\n",
         "what was replaced is not known after the power was lost",
-        "integration/test_replacing.py",
+        "integration/replacing/test_interrupts.py",
     ),
     mutant(
         "files-that-changed-are-removed",
@@ -35,7 +35,7 @@ MUTANTS = (
         "            if identity_of(os.lstat(path)) != removable[name]:\n                continue\n",
         "",
         "`--force` deletes a file that was changed while packing",
-        "integration/test_replacing.py",
+        "integration/replacing/test_temporary_files.py",
     ),
     mutant(
         "what-was-not-looked-at-is-removed",
@@ -43,7 +43,7 @@ MUTANTS = (
         "    if not _carry(old, destination):\n",
         "    if False:\n",
         "`--force` deletes what appeared while packing",
-        "integration/test_replacing.py",
+        "integration/replacing/test_replacing.py",
     ),
     mutant(
         "something-else-is-replaced",
@@ -51,8 +51,7 @@ MUTANTS = (
         "            elif name in ours or (kind == stat.S_IFREG and",
         "            elif name in ours and (kind == stat.S_IFREG and",
         "`--force` replaces a folder of something else",
-        "integration/test_directories.py",
-        "integration/test_replacing.py",
+        "integration/replacing/test_refused_places.py",
     ),
     mutant(
         "a-made-name-takes-another",

@@ -60,7 +60,7 @@ MUTANTS = (
         "        if missing:\n            raise InvalidArgument(",
         "        if len(missing) > 1:\n            raise InvalidArgument(",
         "a file without one of its tensors is committed",
-        "unit/test_writer.py",
+        "unit/test_writer_ends.py",
     ),
     mutant(
         "a-tensor-is-written-twice",
@@ -68,7 +68,7 @@ MUTANTS = (
         "        if name in self._done:\n            raise InvalidArgument(",
         "        if name in self._done and not self._done:\n            raise InvalidArgument(",
         "a tensor that is given twice takes the place of the first",
-        "unit/test_writer.py",
+        "unit/test_writer_ends.py",
     ),
     mutant(
         "a-writers-thread-stays",
@@ -76,7 +76,7 @@ MUTANTS = (
         "            self._background.shutdown()\n",
         "            pass\n",
         "each file that is written leaves a thread",
-        "unit/test_writer.py",
+        "unit/test_writer_ends.py",
     ),
     mutant(
         "another-sources-header",
@@ -101,7 +101,6 @@ MUTANTS = (
         "not 1 <= threads:",
         "`--threads 4294967297` is one thread",
         "unit/test_writers_ask_what_readers_demand.py",
-        "integration/cli/test_errors.py",
     ),
     mutant(
         "hashes-may-be-missing",
@@ -165,7 +164,7 @@ MUTANTS = (
         "        if value.layout is torch.strided:\n            refuse_expanded(",
         "        if value.layout is not torch.strided:\n            refuse_expanded(",
         "a pickle of a few bytes asks for a petabyte",
-        "integration/test_state_dicts.py",
+        "integration/test_state_dict_refusals.py",
     ),
     mutant(
         "constants-forget-their-origin",
@@ -174,7 +173,6 @@ MUTANTS = (
         "        self._origin = begin // chunk * chunk\n",
         "a tensor that stops being constant is held from its piece on, or loses what lies before",
         "unit/test_writer.py",
-        "unit/test_constant.py",
     ),
     mutant(
         "held-pieces-are-the-callers",
@@ -183,7 +181,6 @@ MUTANTS = (
         "                self._held.append(piece)",
         "a piece that waits for its sample changes when the caller uses its buffer again",
         "unit/test_blob_writer.py",
-        "unit/test_writer.py",
     ),
     mutant(
         "hashing-is-not-waited-for",
@@ -191,7 +188,6 @@ MUTANTS = (
         "                hashed.result()  # and so are",
         "                pass  # and so are",
         "a tensor's hash may lack its last piece",
-        "unit/test_writer.py",
         "unit/test_blob_writer.py",
     ),
 )

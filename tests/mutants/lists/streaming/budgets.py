@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_PLAN = ("unit/test_budget_terms.py", "unit/test_streaming_plan.py")
+_TERMS = "unit/test_budget_terms.py"
+_PLAN = "unit/test_streaming_plan.py"
+_PREDICTION = "unit/test_prediction.py"
+_CANDIDATES = "unit/test_candidates.py"
 _WINDOWS = "unit/test_window_plans.py"
 
 MUTANTS = (
@@ -14,7 +17,7 @@ MUTANTS = (
         '        "tiles": layout.products(footprint.column),\n',
         '        "tiles": 0,\n',
         "what a tile gives has no room",
-        *_PLAN,
+        _TERMS,
     ),
     mutant(
         "a-budget-without-experts",
@@ -22,7 +25,7 @@ MUTANTS = (
         '        "experts": footprint.experts if layout.slots else 0,\n',
         '        "experts": 0,\n',
         "two experts have no room",
-        *_PLAN,
+        _TERMS,
     ),
     mutant(
         "a-budget-without-other-devices-pages",
@@ -30,7 +33,7 @@ MUTANTS = (
         " + page_tables(footprint.elsewhere),\n",
         ",\n",
         "page tables of what other devices lock have no room",
-        *_PLAN,
+        _TERMS,
     ),
     mutant(
         "a-budget-without-the-stagings-pages",
@@ -38,7 +41,7 @@ MUTANTS = (
         "page_tables(layout.tally.host + layout.tally.staging)",
         "page_tables(layout.tally.host)",
         "page tables of the memory that files are read to have no room",
-        *_PLAN,
+        _PLAN,
     ),
     mutant(
         "a-budget-without-index-maps",
@@ -46,7 +49,7 @@ MUTANTS = (
         '        "index": layout.tally.maps,\n',
         '        "index": 0,\n',
         "index maps of streamed weights have no room",
-        *_PLAN,
+        _PLAN,
     ),
     mutant(
         "a-budget-without-a-cache",
@@ -54,7 +57,7 @@ MUTANTS = (
         '        "cache": footprint.cache,\n',
         '        "cache": 0,\n',
         "keys and values have no room",
-        *_PLAN,
+        _TERMS,
     ),
     mutant(
         "loading-has-no-room",
@@ -62,7 +65,7 @@ MUTANTS = (
         "        return max(sum(parts.values()), loading)\n",
         "        return sum(parts.values())\n",
         "a plain unit has no room beside its packed form",
-        *_PLAN,
+        _PLAN,
     ),
     mutant(
         "loading-without-page-tables",
@@ -70,7 +73,7 @@ MUTANTS = (
         '+ parts["pages"] + self.tally.maps + self.tally.loading',
         "+ self.tally.maps + self.tally.loading",
         "page tables have no room while weights are loaded",
-        *_PLAN,
+        _PLAN,
     ),
     mutant(
         "nothing-is-left-free",
@@ -78,7 +81,7 @@ MUTANTS = (
         "vram - layout.used(footprint) - LEFT_FREE, wanted",
         "vram - layout.used(footprint), wanted",
         "what is retained takes the last byte of the budget",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "little-is-retained",
@@ -86,7 +89,7 @@ MUTANTS = (
         "return left // GRAIN * GRAIN if left >= RETAINED_LEAST else 0",
         "return left // GRAIN * GRAIN if left > 0 else 0",
         "pieces are retained where that saves nothing",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "turns-are-not-counted",
@@ -94,7 +97,7 @@ MUTANTS = (
         "turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1",
         "turns = 1",
         "tiles are predicted to cost one launch",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "the-disk-is-not-counted",
@@ -102,7 +105,7 @@ MUTANTS = (
         "        disk += size if where is Placement.DISK else 0\n",
         "",
         "reading from a disk is predicted to take no time",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "index-maps-are-copied",
@@ -110,7 +113,7 @@ MUTANTS = (
         "        size = unit.packed - unit.index\n",
         "        size = unit.packed\n",
         "copies are predicted that are not made",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "what-is-retained-is-copied",
@@ -118,7 +121,7 @@ MUTANTS = (
         "        copied=work.copied - once,\n",
         "        copied=work.copied,\n",
         "what is retained is predicted to be copied each time",
-        *_PLAN,
+        _PREDICTION,
     ),
     mutant(
         "plain-units-are-not-rounded",
@@ -126,7 +129,7 @@ MUTANTS = (
         "            plain += round_up(unit.plain)\n",
         "            plain += unit.plain\n",
         "what the allocator rounds up by has no room",
-        *_PLAN,
+        _CANDIDATES,
     ),
     mutant(
         "packed-units-are-not-rounded",
@@ -134,7 +137,7 @@ MUTANTS = (
         "            packed += round_up(unit.packed)\n",
         "            packed += unit.packed\n",
         "what the allocator rounds up by has no room",
-        *_PLAN,
+        _CANDIDATES,
     ),
     mutant(
         "loading-without-index-maps",
@@ -142,7 +145,7 @@ MUTANTS = (
         "loading = max(loading, at + unit.packed + unit.index)",
         "loading = max(loading, at + unit.packed)",
         "an index map has no room beside the plain unit",
-        *_PLAN,
+        _CANDIDATES,
     ),
     mutant(
         "rows-take-no-host-memory",
@@ -150,7 +153,7 @@ MUTANTS = (
         "least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)",
         "least_ram = min(sum(unit.packed for unit in streamed), STAGING_LEAST)",
         "the least `ram` that is named is too little",
-        *_PLAN,
+        _CANDIDATES,
     ),
     mutant(
         "staging-takes-no-host-memory",
@@ -158,7 +161,7 @@ MUTANTS = (
         "kept = _within(streamed, ram - rows - staging)",
         "kept = _within(streamed, ram - rows)",
         "host memory outgrows `ram` by what files are read to",
-        *_PLAN,
+        _CANDIDATES,
     ),
     # ---- the window layout ----
     mutant(
@@ -231,6 +234,6 @@ MUTANTS = (
         'found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit',
         'found = int(float(match[1])) * unit if "." in match[1] else int(match[1]) * unit',
         "`1.5GiB` is 1 GiB",
-        "unit/test_streaming_plan.py",
+        "unit/test_sizes.py",
     ),
 )

@@ -11,7 +11,7 @@ MUTANTS = (
         "            if freed is not None:\n                self.device.hold(freed)\n",
         "            pass\n",
         "an expert is copied over one that is being decoded",
-        "unit/test_expert_cache.py",
+        "unit/test_expert_events.py",
     ),
     mutant(
         "experts-of-a-failed-fetch-stay",
@@ -19,7 +19,6 @@ MUTANTS = (
         "                self._asked.popleft().cancel()\n            self.cache.clear()\n",
         "                self._asked.popleft().cancel()\n",
         "after an error, places are taken for experts that never came",
-        "unit/test_expert_cache.py",
         "nn/test_experts.py",
     ),
     mutant(
@@ -28,8 +27,7 @@ MUTANTS = (
         "            while self._asked:\n                self._asked.popleft().cancel()\n",
         "            self._asked.clear()\n",
         "experts that were asked for in vain keep their feed's memory",
-        "unit/test_expert_cache.py",
-        "nn/test_experts.py",
+        "unit/test_expert_events.py",
     ),
     mutant(
         "experts-are-not-released",
@@ -37,7 +35,7 @@ MUTANTS = (
         "        self.cache.release(it)\n",
         "",
         "no place of the cache is ever free again",
-        "unit/test_expert_cache.py",
+        "unit/test_expert_store.py",
     ),
     mutant(
         "held-experts-make-room",
@@ -54,6 +52,5 @@ MUTANTS = (
         "        del self._held[key]\n",
         "an expert that two hold is free after the first",
         "unit/test_expert_cache.py",
-        "unit/test_first_use.py",
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_DISK = "unit/test_streaming_disk.py"
-_HOST = ("unit/test_streaming_host.py", "unit/test_streaming_host_background.py")
+_BACKGROUND = "unit/host_memory/test_streaming_host_background.py"
+_HOST = "unit/host_memory/test_streaming_host.py"
 
 MUTANTS = (
     mutant(
@@ -14,7 +14,7 @@ MUTANTS = (
         "        except BaseException as error:  # of the progress bar too\n            self._error = error\n",
         "        except BaseException as error:  # of the progress bar too\n",
         "an error of the thread that pins weights is dropped",
-        *_HOST,
+        _BACKGROUND,
     ),
     mutant(
         "memory-that-is-not-there-is-read",
@@ -22,7 +22,7 @@ MUTANTS = (
         "            self._changed.wait_for(lambda: pinned.there >= end or self._ended)\n",
         "            self._changed.wait_for(lambda: pinned.there >= 0 or self._ended)\n",
         "weights are read before they are there",
-        *_HOST,
+        _BACKGROUND,
     ),
     mutant(
         "refused-memory-stays-locked",
@@ -30,7 +30,7 @@ MUTANTS = (
         "        mapping.unlock(number)\n        self.locked_bytes -= undone",
         "        self.locked_bytes -= undone",
         "what was locked of a range before the driver refused stays so",
-        *_HOST,
+        _HOST,
     ),
     mutant(
         "locked-bytes-are-counted-twice",
@@ -38,7 +38,7 @@ MUTANTS = (
         "        self.locked_bytes -= undone\n",
         "",
         "what is said to be locked is more than is",
-        *_HOST,
+        _HOST,
     ),
     mutant(
         "memory-is-given-back-while-it-is-pinned",
@@ -46,8 +46,7 @@ MUTANTS = (
         "        if self._ended:\n            self._free()\n",
         "        self._free()\n",
         "a thread writes to memory that was given back",
-        *_HOST,
-        "unit/test_first_use.py",
+        _BACKGROUND,
     ),
     mutant(
         "private-bytes-are-not-told",
@@ -55,7 +54,7 @@ MUTANTS = (
         "        self.private_bytes += arena.size\n",
         "",
         "copies of files are said to take no memory",
-        *_HOST,
+        _HOST,
     ),
     mutant(
         "an-arena-stays-locked",
@@ -63,8 +62,7 @@ MUTANTS = (
         "        self._locked.append((self.address + at, page_lock))\n",
         "",
         "memory is unmapped that the driver still has locked",
-        *_HOST,
-        _DISK,
+        _HOST,
     ),
     mutant(
         "locks-fail-silently",
@@ -80,7 +78,7 @@ MUTANTS = (
         "if i < before or not firsts or extent.offset + extent.size > self._ranges[i].last:",
         "if i < before or not firsts:",
         "bytes behind what was asked for are read",
-        *_HOST,
+        _HOST,
     ),
     mutant(
         "files-that-shrank-are-mapped",
@@ -88,7 +86,7 @@ MUTANTS = (
         "        if last > size:\n",
         "        if begin > size:\n",
         "reading behind a file's end kills the process",
-        *_HOST,
+        "unit/host_memory/test_streaming_host_faults.py",
     ),
     mutant(
         "what-ends-after-its-file",
@@ -96,7 +94,7 @@ MUTANTS = (
         "        if extent.offset + extent.size > sizes[source]:\n",
         "        if extent.offset > sizes[source]:\n",
         "a file that is too short is found when its end is wanted",
-        *_HOST,
+        "unit/host_memory/test_streaming_host_faults.py",
     ),
     mutant(
         "an-error-of-the-follower-is-dropped",
@@ -105,7 +103,6 @@ MUTANTS = (
         "",
         "locking fails, and nobody is told",
         "unit/test_streaming_parallel.py",
-        *_HOST,
     ),
     mutant(
         "others-work-on-after-an-error",
@@ -121,7 +118,7 @@ MUTANTS = (
         "    if wanted is not None and wanted not in MODES:\n",
         "    if wanted is not None and not wanted:\n",
         "a mode that does not exist is taken for one that copies",
-        *_HOST,
+        _HOST,
     ),
     mutant(
         "a-forced-mode-gives-way",
@@ -129,8 +126,7 @@ MUTANTS = (
         "    if forced is not None:\n        raise UnsupportedDevice(",
         "    if forced is None:\n        raise UnsupportedDevice(",
         "memory that cannot be locked is an error, where it was a warning",
-        *_HOST,
-        _DISK,
+        _HOST,
     ),
     mutant(
         "buffers-are-read-to-while-they-are-copied",
@@ -138,7 +134,7 @@ MUTANTS = (
         "        try:\n            event.synchronize()\n        finally:\n            self.lock.acquire()\n            self._waits_for_copy = False\n",
         "        self.lock.acquire()\n        self._waits_for_copy = False\n",
         "a piece is read into the buffer that the last one is copied from",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_buffers.py",
     ),
     mutant(
         "an-arena-leaks-after-ctrl-c",
@@ -146,8 +142,7 @@ MUTANTS = (
         "        except BaseException:\n            arena.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "an arena whose locking fails is not given back",
-        "unit/test_first_use.py",
-        _DISK,
+        "unit/test_arena.py",
     ),
     mutant(
         "an-interrupted-request-stays",
@@ -155,7 +150,7 @@ MUTANTS = (
         "            ticket.cancel()\n            raise\n        return ticket",
         "            raise\n        return ticket",
         "Ctrl-C in a request loses a buffer",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_faults.py",
     ),
     mutant(
         "failed-reads-keep-their-buffers",
@@ -163,7 +158,7 @@ MUTANTS = (
         "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n            self._release(ticket)\n",
         "        elif ticket.reading == 0 and ticket.dropped:\n            self._release(ticket)\n",
         "each failed read loses a buffer",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_buffers.py",
     ),
     mutant(
         "errors-of-reads-are-dropped",
@@ -171,7 +166,7 @@ MUTANTS = (
         "            if self.error is not None:\n                raise self.error\n",
         "",
         "whoever waits for a piece that cannot be read is told of something else",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_faults.py",
     ),
     mutant(
         "readers-that-fail-say-nothing",
@@ -179,7 +174,7 @@ MUTANTS = (
         "                self.failed = error\n                self.stop()\n",
         "                self.failed = error\n",
         "when the reading threads end, whoever waits waits for ever",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_faults.py",
     ),
     mutant(
         "the-arena-goes-before-the-copies",
@@ -187,8 +182,7 @@ MUTANTS = (
         "                    with contextlib.suppress(Exception):  # a device that has crashed copies nothing\n                        event.synchronize()\n",
         "                    pass\n",
         "an arena is given back while a device copies from it",
-        _DISK,
-        "unit/test_first_use.py",
+        "unit/test_arena.py",
     ),
     mutant(
         "cancelled-reads-go-on",
@@ -196,7 +190,7 @@ MUTANTS = (
         "        if ticket.buffer >= 0:\n            self._skip(ticket)\n",
         "        if ticket.buffer >= 0:\n",
         "what was cancelled is read all the same",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk_buffers.py",
     ),
     mutant(
         "pieces-of-any-size",
@@ -204,7 +198,7 @@ MUTANTS = (
         "        if not 0 < extent.size <= self._piece:\n",
         "        if not 0 < extent.size:\n",
         "a piece that is too large is read into its neighbour",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk.py",
     ),
     mutant(
         "short-direct-reads-are-complete",
@@ -212,8 +206,7 @@ MUTANTS = (
         "        done = whole + got\n",
         "        done = size\n",
         "the end of a piece is whatever was in the buffer",
-        _DISK,
-        "unit/test_first_use.py",
+        "unit/test_direct_io.py",
     ),
     mutant(
         "direct-files-stay-open",
@@ -221,8 +214,7 @@ MUTANTS = (
         "            os.close(descriptor)\n",
         "            pass\n",
         "each model leaks the descriptors of its files",
-        _DISK,
-        "unit/test_first_use.py",
+        "unit/test_direct_io.py",
     ),
     mutant(
         "the-page-cache-fills",
@@ -230,6 +222,6 @@ MUTANTS = (
         "os.posix_fadvise(source.fileno(), offset, out.nbytes, os.POSIX_FADV_DONTNEED)",
         "None",
         "files that do not fit memory push all else out of it",
-        _DISK,
+        "unit/read_ahead/test_streaming_disk.py",
     ),
 )

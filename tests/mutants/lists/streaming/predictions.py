@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
-_TERMS = "unit/test_budget_terms.py"
+_PREDICTION = "unit/test_prediction.py"
 
 MUTANTS = (
     mutant(
@@ -13,7 +13,7 @@ MUTANTS = (
         "host = (work.calls + UNIT_CALLS * work.units) * rates.launch + pieces",
         "host = work.calls * rates.launch + pieces",
         "packed units are predicted to cost the host nothing",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "pieces-take-the-host-no-time",
@@ -21,7 +21,7 @@ MUTANTS = (
         "* work.units) * rates.launch + pieces\n",
         "* work.units) * rates.launch\n",
         "pieces are predicted to cost the host nothing",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "decodes-take-no-time-of-their-own",
@@ -29,7 +29,7 @@ MUTANTS = (
         "passing = work.passing / rates.decode + work.pieces * DECODE_SECONDS",
         "passing = work.passing / rates.decode",
         "small pieces are predicted to decode as fast as large ones",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "resident-decodes-take-no-time-of-their-own",
@@ -37,7 +37,7 @@ MUTANTS = (
         "resident = (work.decoded - work.passing) / rates.decode + (work.launches - work.pieces) * DECODE_SECONDS",
         "resident = (work.decoded - work.passing) / rates.decode",
         "launches are predicted to take the device no time",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "tokens-end-at-once",
@@ -45,7 +45,7 @@ MUTANTS = (
         '"memory": memory + END_SECONDS,',
         '"memory": memory,',
         "sampling is predicted to take no time",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "copies-take-no-time-of-their-own",
@@ -53,7 +53,7 @@ MUTANTS = (
         " + work.pieces * COPY_SECONDS + stalled",
         " + stalled",
         "small copies are predicted to be as fast as large ones",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "copies-never-stall",
@@ -61,7 +61,7 @@ MUTANTS = (
         "stalled = max(0.0, computing - work.streamed * ahead) + late",
         "stalled = late",
         "a ring that is full is predicted to copy on",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "the-host-is-never-late",
@@ -69,7 +69,7 @@ MUTANTS = (
         "work.streamed * max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
         "max(0.0, END_SECONDS - ahead)",
         "a small ring is predicted to never run dry",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "tokens-end-while-copies-go-on",
@@ -77,7 +77,7 @@ MUTANTS = (
         "max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
         "max(0.0, LATE_SECONDS - ahead)",
         "sampling is predicted to be hidden behind copies by any ring",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "the-bus-is-at-its-best",
@@ -85,7 +85,7 @@ MUTANTS = (
         "work.copied / (rates.copy * COPY_SHARE)",
         "work.copied / rates.copy",
         "many copies are predicted to be as fast as one",
-        _TERMS,
+        _PREDICTION,
     ),
     mutant(
         "rates-of-one-time",
@@ -93,7 +93,7 @@ MUTANTS = (
         "min(before, between, meters.launch(device)))",
         "max(before, between, meters.launch(device)))",
         "a host that was busy for a moment is planned with",
-        "integration/test_plan_command.py",
+        "integration/test_measured_rates.py",
     ),
     mutant(
         "idle-time-is-the-hosts",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
+_FIRST_USE = "unit/test_first_use.py"
 _RING = "unit/test_streaming_stream.py"
+_CLOSING = "unit/test_streaming_closing.py"
 
 MUTANTS = (
     mutant(
@@ -13,7 +15,7 @@ MUTANTS = (
         "        self._device.wait()\n",
         "",
         "`check` asks before the device is done, and misses damage",
-        _RING,
+        "unit/test_streaming_damage.py",
     ),
     mutant(
         "first-uses-wait-for-nothing",
@@ -21,8 +23,7 @@ MUTANTS = (
         "        self._device.decoded()\n",
         "",
         "damage at a unit's first use is not told then",
-        _RING,
-        "unit/test_first_use.py",
+        _FIRST_USE,
     ),
     mutant(
         "checking-forgets-what-it-has-not-told",
@@ -30,8 +31,7 @@ MUTANTS = (
         "        for it in [*self._open]:\n            it.report()\n            del self._open[it]",
         "        for it in [*self._open]:\n            del self._open[it]\n            it.report()",
         "a `check` that fails forgets what it was about",
-        "unit/test_first_use.py",
-        _RING,
+        _FIRST_USE,
     ),
     mutant(
         "damaged-units-are-verified",
@@ -39,8 +39,7 @@ MUTANTS = (
         "            it.report()\n            it.verified = True",
         "            it.verified = True\n            it.report()",
         "a unit that was damaged at first counts as found right",
-        "unit/test_first_use.py",
-        _RING,
+        _FIRST_USE,
     ),
     mutant(
         "places-are-written-while-they-are-read",
@@ -64,8 +63,7 @@ MUTANTS = (
         "        with self._lock:\n            self._checks.settle()\n",
         "        self._checks.settle()\n",
         "`check` goes through what another thread is adding to",
-        _RING,
-        "unit/test_first_use.py",
+        _FIRST_USE,
     ),
     mutant(
         "recording-takes-no-lock",
@@ -81,7 +79,7 @@ MUTANTS = (
         "        with self._lock:\n            self.require_open()\n            yield\n",
         "        self.require_open()\n        yield\n",
         "host memory is given back while a kernel reads rows there",
-        _RING,
+        _CLOSING,
     ),
     mutant(
         "an-interrupted-fill-keeps-its-places",
@@ -89,7 +87,7 @@ MUTANTS = (
         "            except BaseException:\n                self.ring.forget()\n                raise\n",
         "            except Exception:\n                self.ring.forget()\n                raise\n",
         "after Ctrl-C, places of the ring are lost",
-        _RING,
+        _CLOSING,
     ),
     mutant(
         "forgetting-waits-for-nothing",
@@ -97,8 +95,7 @@ MUTANTS = (
         "        self.device.wait()\n        while self._planned:\n",
         "        while self._planned:\n",
         "after an error, places are written that are still being read",
-        _RING,
-        "unit/test_first_use.py",
+        _CLOSING,
     ),
     mutant(
         "cancelled-pieces-keep-their-buffers",
@@ -106,7 +103,7 @@ MUTANTS = (
         "        self._planned[0].ticket.cancel()\n        self._next()",
         "        self._next()",
         "a piece that is not wanted any more keeps its feed's buffer",
-        _RING,
+        _CLOSING,
     ),
     mutant(
         "tickets-leak-after-ctrl-c",
@@ -114,8 +111,7 @@ MUTANTS = (
         "            ticket.cancel()\n            raise\n",
         "            raise\n",
         "Ctrl-C between asking and noting loses a buffer",
-        "unit/test_first_use.py",
-        _RING,
+        _FIRST_USE,
     ),
     mutant(
         "copies-are-not-told-to-their-feed",
@@ -123,9 +119,7 @@ MUTANTS = (
         "        step.ticket.copied(copied)\n",
         "",
         "a disk's buffer is never free again",
-        _RING,
-        "unit/test_first_use.py",
-        "integration/test_from_pretrained_vram.py",
+        _FIRST_USE,
     ),
     mutant(
         "orders-are-not-learnt",
@@ -133,7 +127,7 @@ MUTANTS = (
         "        self._order.saw(unit)\n",
         "",
         "a model that computes in another order than it was made in copies all twice",
-        _RING,
+        "unit/test_streaming_prefetch.py",
     ),
     mutant(
         "reading-ahead-is-not-counted",
@@ -141,7 +135,7 @@ MUTANTS = (
         "        self._reading -= step.ahead\n",
         "",
         "a disk is asked for less and less ahead",
-        _RING,
+        "unit/test_streaming_prefetch.py",
     ),
     mutant(
         "closing-leaves-feeds-open",
@@ -149,7 +143,7 @@ MUTANTS = (
         "                        rest.callback(self.owned.pop().close)",
         "                        self.owned.pop()",
         "locked host memory is not given back",
-        _RING,
+        _CLOSING,
     ),
     mutant(
         "closed-streamers-are-used",
@@ -157,7 +151,7 @@ MUTANTS = (
         "            self._closed = True\n            try:",
         "            try:",
         "a closed model reads memory that was given back",
-        _RING,
+        _CLOSING,
     ),
     mutant(
         "graphs-record-copies",
@@ -174,7 +168,6 @@ MUTANTS = (
         "        if taken * self.wanted > self._seen * self.room:\n",
         "pieces that stay are copied behind their room",
         "unit/test_streaming_retained.py",
-        _RING,
     ),
     mutant(
         "retained-pieces-are-of-any-feed",
@@ -206,8 +199,7 @@ MUTANTS = (
         "                    and 0 <= low - end <= gap\n",
         "                    and 0 <= low - end\n",
         "what lies between two tensors is copied in vain",
-        "unit/test_expert_cache.py",
-        "unit/test_first_use.py",
+        _FIRST_USE,
     ),
     mutant(
         "the-ring-follows-the-order-of-making",
@@ -215,8 +207,7 @@ MUTANTS = (
         "        self._next[it] = self._made[0]\n",
         "        pass\n",
         "nothing runs ahead from one token to the next until all was seen",
-        _RING,
-        "unit/test_first_use.py",
+        "unit/test_streaming_prefetch.py",
     ),
     mutant(
         "cut-tables-are-put-twice",
@@ -224,7 +215,7 @@ MUTANTS = (
         "    with _PUTTING:\n",
         "    if True:\n",
         "two threads put a tensor's tables on a device, of which one is dropped while it is used",
-        "unit/test_first_use.py",
+        "unit/test_streamed_source.py",
     ),
     mutant(
         "streamed-weights-are-moved",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
+_DECODER = "unit/test_decoder.py"
+_LAUNCH = "unit/test_launch.py"
+
 MUTANTS = (
     mutant(
         "rows-beyond-the-last",
@@ -11,8 +14,6 @@ MUTANTS = (
         "not 0 <= ids.min() <= ids.max() < self._count:",
         "not 0 <= ids.min() <= ids.max() <= self._count:",
         "a row behind the matrix is looked up",
-        "unit/test_ops.py",
-        "nn/test_modules.py",
         "unit/test_rows.py",
     ),
     mutant(
@@ -21,7 +22,6 @@ MUTANTS = (
         "np.flatnonzero(firsts[1:] > lasts[:-1] + 1) + 1, rows.size)",
         "np.flatnonzero(firsts[1:] > lasts[:-1] + (1 << 40)) + 1, rows.size)",
         "looking up the first and the last row decodes all of a vocabulary",
-        "nn/test_modules.py",
         "unit/test_rows.py",
     ),
     mutant(
@@ -30,7 +30,7 @@ MUTANTS = (
         "check=not (self.packed.settled and self._verified))",
         "check=not self._verified)",
         "damage of rows in host memory is not noticed after the first look",
-        "unit/test_streaming_stream.py",
+        "unit/test_streaming_damage.py",
     ),
     mutant(
         "rows-are-read-while-memory-is-given-back",
@@ -38,7 +38,7 @@ MUTANTS = (
         "        with self.packed.opened():  # kernels",
         "        if True:  # kernels",
         "a kernel reads host memory that was given back",
-        "unit/test_streaming_stream.py",
+        "unit/test_streaming_closing.py",
     ),
     mutant(
         "rows-that-nobody-watches",
@@ -46,7 +46,7 @@ MUTANTS = (
         "        self.packed.watch(self)\n",
         "",
         "`check` does not tell of damaged rows",
-        "unit/test_streaming_stream.py",
+        "unit/test_streaming_damage.py",
     ),
     mutant(
         "weights-of-two-devices-together",
@@ -54,7 +54,6 @@ MUTANTS = (
         "            if packed.device != device:\n",
         "            if packed.device.type != device.type:\n",
         "a weight on another device is decoded with its neighbours",
-        "unit/test_launch.py",
         "unit/test_rows.py",
     ),
     mutant(
@@ -63,9 +62,7 @@ MUTANTS = (
         '"little", signed=b > 1)',
         '"little", signed=False)',
         "a constant with its first bit set cannot be filled with",
-        "nn/test_modules.py",
-        "unit/test_launch.py",
-        "unit/test_rows.py",
+        _DECODER,
     ),
     mutant(
         "first-damage-is-not-told",
@@ -73,7 +70,7 @@ MUTANTS = (
         "            self._launch.report([self._packed.name])\n            self._verified = True",
         "            self._verified = True",
         "chunks that are damaged are decoded without a word",
-        "unit/test_launch.py",
+        _DECODER,
     ),
     mutant(
         "weights-are-verified-before-they-are",
@@ -81,7 +78,7 @@ MUTANTS = (
         "            self._launch.report(self._names)\n            self._verified = True",
         "            self._verified = True\n            self._launch.report(self._names)",
         "damage is told once, and decoded without a word from then on",
-        "unit/test_launch.py",
+        _DECODER,
     ),
     mutant(
         "graphs-wait",
@@ -89,7 +86,7 @@ MUTANTS = (
         "        if check and not recording:\n",
         "        if check:\n",
         "recording a CUDA graph waits for the device, and fails",
-        "unit/test_launch.py",
+        _DECODER,
     ),
     mutant(
         "reports-stay",
@@ -97,7 +94,7 @@ MUTANTS = (
         "            self._reports[number].zero_()\n",
         "",
         "damage that was told is told for ever",
-        "unit/test_launch.py",
+        _LAUNCH,
     ),
     mutant(
         "reports-are-read-while-they-are-written",
@@ -105,7 +102,7 @@ MUTANTS = (
         "np.flatnonzero(found[:, 0] == REPORTED)",
         "np.flatnonzero(found[:, 0])",
         "a report that is not complete names another chunk",
-        "unit/test_launch.py",
+        _LAUNCH,
     ),
     mutant(
         "chunks-have-32-bits",
@@ -113,7 +110,7 @@ MUTANTS = (
         "high << 32 | low",
         "low",
         "damage of a chunk beyond 2^32 names another",
-        "unit/test_launch.py",
+        _LAUNCH,
     ),
     mutant(
         "launches-on-another-device",
@@ -121,6 +118,6 @@ MUTANTS = (
         "        if torch._C._cuda_getDevice() == self._index:\n            return launch(",
         "        if torch._C._cuda_getDevice() >= 0:\n            return launch(",
         "a kernel is launched on the device that is current, not on its own",
-        "unit/test_launch.py",
+        _LAUNCH,
     ),
 )

@@ -11,7 +11,7 @@ MUTANTS = (
         "if it.codec in WITH_BASE and found not in (it.base, it.target):",
         "if it.codec in WITH_BASE and not found:",
         "a model takes deltas that were not made from it",
-        "nn/test_deltas.py",
+        "nn/test_add_deltas.py",
     ),
     mutant(
         "a-copy-goes-by-the-model-s-name",
@@ -19,7 +19,7 @@ MUTANTS = (
         "        return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)\n\n    def require",
         "        return Changed(start, self.variants, self.active_delta)\n\n    def require",
         "a copied block changes when the model it was copied from is told to",
-        "nn/test_deltas.py",
+        "nn/test_modules_with_deltas.py",
     ),
     mutant(
         "the-second-round-of-changes-is-the-first",

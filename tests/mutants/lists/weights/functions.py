@@ -27,7 +27,7 @@ MUTANTS = (
         "        if copy._version != version:\n            raise refuse_change(name, function_name(func))\n",
         "        if copy._version < version:\n            raise refuse_change(name, function_name(func))\n",
         "a function that changes a weight changes a copy that is lost",
-        "nn/test_parameters.py",
+        "nn/test_parameter_changes.py",
     ),
     mutant(
         "out-is-a-packed-weight",
@@ -35,7 +35,7 @@ MUTANTS = (
         '    out = kwargs.get("out")\n',
         '    out = kwargs.get("out_")\n',
         "`out=weight` writes to a copy that is lost",
-        "nn/test_parameters.py",
+        "nn/test_parameter_changes.py",
     ),
     mutant(
         "freezing-is-not-told",
@@ -59,7 +59,6 @@ MUTANTS = (
         "return torch.equal(mine.view(word), theirs.view(word))",
         "return torch.equal(mine, theirs)",
         "zeros of another sign are loaded without a word, and NaN are refused",
-        "nn/test_parameters.py",
         "nn/test_loading_blobs.py",
     ),
     mutant(
@@ -68,7 +67,7 @@ MUTANTS = (
         "    if known is None or known[1] not in (0, len(packed.shape)):\n",
         "    if known is None:\n",
         "a damaged pickle raises an error that is none of ours",
-        "nn/test_parameters.py",
+        "nn/test_parameter_pickles.py",
     ),
     mutant(
         "read-only-pieces-are-changed",
@@ -77,7 +76,6 @@ MUTANTS = (
         "                if it._version < version:\n",
         "a piece of a decoded copy is changed, and the change is lost",
         "nn/test_attacks.py",
-        "nn/test_parameters.py",
     ),
     mutant(
         "in-place-dunders-are-none",
@@ -85,8 +83,7 @@ MUTANTS = (
         "return in_place or name in _DUNDERS or name ==",
         "return in_place or name ==",
         "`weight += 1` changes a copy that is lost",
-        "nn/test_parameters.py",
-        "nn/test_attacks.py",
+        "nn/test_parameter_changes.py",
     ),
     mutant(
         "a-key-outlives-its-unit",
@@ -102,7 +99,6 @@ MUTANTS = (
         "    unit = _unit(key)\n    unit.release()\n",
         "    unit = _unit(key)\n",
         "compiled code has a second buffer beside the workspace",
-        "unit/test_ops.py",
         "nn/test_loading_blobs.py",
     ),
 )

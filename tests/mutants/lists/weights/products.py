@@ -11,7 +11,7 @@ MUTANTS = (
         "windows.validate(blob.cpu().numpy(), default_threads()) if window is None else window",
         "windows.header(blob.cpu().numpy()) if window is None else window",
         "kernels read beyond a blob whose offsets are damaged",
-        "nn/test_kernels.py",
+        "nn/test_windowed_weights.py",
     ),
     mutant(
         "updates-leave-windows",
@@ -19,7 +19,7 @@ MUTANTS = (
         "    if isinstance(source, WindowSource):\n",
         "    if False:\n",
         "a model that was updated is decoded block by block, and computes otherwise",
-        "nn/test_kernels.py",
+        "nn/test_windowed_weights.py",
     ),
     mutant(
         "products-in-graphs-go-unseen",
@@ -35,7 +35,7 @@ MUTANTS = (
         "transformed() or forward_ad._current_level >= 0",
         "transformed()",
         "tangents are lost",
-        "nn/test_kernels.py",
+        "nn/test_fused_layers.py",
     ),
     mutant(
         "strips-all-alike",
@@ -43,7 +43,7 @@ MUTANTS = (
         "            self._decode(room[: high - low], first, end)\n",
         "            self._decode(room[: high - low], 0, end - first)\n",
         "the rows of a large matrix are those of its first strip",
-        "nn/test_kernels.py",
+        "nn/test_fused_layers.py",
     ),
     mutant(
         "stacks-are-trusted",
@@ -51,7 +51,7 @@ MUTANTS = (
         "windows.validate(data[at : at + size], threads)",
         "windows.header(data[at : at + size])",
         "kernels read beyond a pickled stack whose offsets are damaged",
-        "nn/test_fused_experts.py",
+        "nn/test_window_stacks.py",
     ),
     mutant(
         "experts-of-any-number-of-tokens",
@@ -59,7 +59,7 @@ MUTANTS = (
         "0 < tokens <= MOST_TOKENS and",
         "0 < tokens and",
         "prompts are multiplied eight rows at a time",
-        "nn/test_fused_experts.py",
+        "nn/test_expert_products.py",
     ),
     mutant(
         "experts-take-x-as-it-lies",
@@ -67,7 +67,7 @@ MUTANTS = (
         "step % _X_WORDS or at % X_AT or",
         "step % _X_WORDS or",
         "rows of x at an odd address are refused",
-        "nn/test_fused_experts.py",
+        "nn/test_expert_products.py",
     ),
     mutant(
         "noise-chooses-a-way",

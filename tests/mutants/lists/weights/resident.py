@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ...mutant import mutant
 
+_LOADING = "nn/test_loading_blobs.py"
+
 MUTANTS = (
     mutant(
         "loading-keeps-the-callers-blob",
@@ -11,7 +13,7 @@ MUTANTS = (
         "            blob = blob.to(self._blob.device, copy=True)\n",
         "            blob = blob.to(self._blob.device)\n",
         "a model changes when somebody changes the state dict that it was loaded from",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "a-new-blob-is-no-new-version",
@@ -19,7 +21,7 @@ MUTANTS = (
         "        self.version += 1\n",
         "",
         "after `load_state_dict`, a GPU decodes from the addresses of the old blob",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "tables-of-the-old-blob",
@@ -27,7 +29,7 @@ MUTANTS = (
         "        self._device_tables = None\n        self.version",
         "        self.version",
         "after `load_state_dict`, a GPU decodes with the tables of the old blob",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "blobs-at-any-address",
@@ -35,7 +37,7 @@ MUTANTS = (
         "    return blob if blob.data_ptr() % ALIGN == 0 else blob.clone()",
         "    return blob",
         "kernels read words at odd addresses",
-        "nn/test_parameters.py",
+        "nn/test_parameter_memory.py",
     ),
     mutant(
         "shared-memory-is-not-noticed",
@@ -43,8 +45,7 @@ MUTANTS = (
         "        if blob is self._blob and blob.data_ptr() == self._address:\n",
         "        if blob is self._blob:\n",
         "a blob that moved to shared memory is decoded from where it was",
-        "nn/test_parameters.py",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "a-moved-blob-is-read-where-it-was",
@@ -52,8 +53,7 @@ MUTANTS = (
         "        if self._blob.data_ptr() != self._address:\n",
         "        if self._blob.data_ptr() != self._blob.data_ptr():\n",
         "a blob that another process shares is read where it was",
-        "nn/test_parameters.py",
-        "nn/test_loading_blobs.py",
+        "nn/test_parameter_pickles.py",
     ),
     mutant(
         "pieces-are-stored-with-all-around-them",
@@ -69,8 +69,7 @@ MUTANTS = (
         "    if other.header.spec != mine.header.spec:\n",
         "    if other.header.spec.dtype != mine.header.spec.dtype:\n",
         "a blob of another shape takes a weight's place",
-        "nn/test_loading_blobs.py",
-        "unit/test_ops.py",
+        _LOADING,
     ),
     mutant(
         "users-are-not-told-of-new-blobs",
@@ -78,7 +77,7 @@ MUTANTS = (
         "        self._forget()\n        for user in list(self._users):\n            user.changed()\n",
         "        self._forget()\n",
         "a block decodes with what it has prepared for the old blob",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "a-decoder-outlives-its-blob",
@@ -86,7 +85,7 @@ MUTANTS = (
         "        self._decoder: Decoder | None = None\n",
         "        self._decoder: Decoder | None = getattr(self, '_decoder', None)\n",
         "a weight is decoded from the addresses of the old blob",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "rows-of-the-old-blob",
@@ -94,7 +93,7 @@ MUTANTS = (
         "        self._rows: RowsDecoder | None = None\n",
         "        self._rows: RowsDecoder | None = getattr(self, '_rows', None)\n",
         "rows of an embedding are looked up at the addresses of the old blob",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "weights-of-any-shape",
@@ -102,9 +101,7 @@ MUTANTS = (
         "        if self.nbytes != self.shape.numel() * self.dtype.itemsize:\n",
         "        if self.nbytes < self.shape.numel() * self.dtype.itemsize:\n",
         "a weight is made of more than it has room for",
-        "unit/test_ops.py",
-        "nn/test_parameters.py",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "pickles-of-any-size",
@@ -112,7 +109,7 @@ MUTANTS = (
         "all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (*shape, tile_bytes))",
         "all(isinstance(n, int) for n in (*shape, tile_bytes))",
         "a hostile pickle makes a weight of a negative size",
-        "nn/test_parameters.py",
+        "nn/test_parameter_pickles.py",
     ),
     mutant(
         "experts-are-one-off",
@@ -120,8 +117,7 @@ MUTANTS = (
         "return Span(self, number * step, (number + 1) * step)",
         "return Span(self, number * step, number * step + 1)",
         "only the first byte of an expert is decoded",
-        "unit/test_expert_cache.py",
-        "nn/test_experts.py",
+        "unit/test_expert_store.py",
     ),
     mutant(
         "moving-shares-the-blob",
@@ -129,9 +125,7 @@ MUTANTS = (
         "    made = packed.clone()\n    if not there:\n",
         "    made = packed\n    if not there:\n",
         "`weight.to(copy=True)` is the weight itself",
-        "nn/test_parameters.py",
-        "nn/test_copies.py",
-        "nn/test_loading_blobs.py",
+        _LOADING,
     ),
     mutant(
         "spans-have-one-chunk-too-many",
