@@ -43,6 +43,16 @@ def test_compiled_with_graphs(model: Path, how: str) -> None:
     assert generated(model, enforce_eager=False, **kernels(how), **MEMORY) == found
 
 
+def test_compiled_rows_of_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose norms the compiler adds up in several ways: with exact kernels as with plain weights."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "deterministic", True)  # by which it times none of them
+    model = save_llama(tmp_path / "wide", hidden=4096)
+    wanted = generated(model, enforce_eager=False, **MEMORY)
+    assert generated(model, enforce_eager=False, **kernels("exact"), **MEMORY) == wanted
+
+
 def test_fused_in_eager_mode(model: Path) -> None:
     wanted = generated(model, **MEMORY)
     found = generated(model, quantization="tpde", **MEMORY)

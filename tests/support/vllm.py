@@ -36,18 +36,21 @@ def save_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def save_llama(directory: Path, *, tied: bool = False, seed: int = 0, scale: float = 1.0) -> Path:
+def save_llama(
+    directory: Path, *, tied: bool = False, seed: int = 0, scale: float = 1.0, hidden: int = 256
+) -> Path:
     """A Llama of random bf16 weights. Its sizes are such that vLLM pads and merges matrices."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=256,
+        hidden_size=hidden,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=64,
         vocab_size=VOCABULARY,
         max_position_embeddings=256,
         tie_word_embeddings=tied,

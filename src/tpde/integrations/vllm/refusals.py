@@ -27,7 +27,7 @@ def check() -> None:
         )
     if internals.reads_weights_on_host():
         raise InvalidInput(
-            "`--cpu-offload-gb` lets kernels read weights in host memory, which ours do not",
+            "`--cpu-offload-gb` lets kernels read weights in host memory, which tpde's cannot",
             hint="use `--offload-group-size` instead, which copies layers, packed, before they run",
             where="offload_config",
         )
