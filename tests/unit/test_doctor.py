@@ -51,9 +51,8 @@ def test_vllm_has_a_package_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.util, "find_spec", lambda name, *rest: spec("json" if name == "vllm" else name, *rest)
     )
     assert (checks()["vllm"].status, checks()["vllm"].detail) == ("ok", "0.32.0")
-    monkeypatch.setattr(importlib.metadata, "version", real)
-    if importlib.util.find_spec("vllm.version") is None:
-        assert checks()["vllm"].status == "missing"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name.replace("-cpu", "")))
+    assert (checks()["vllm"].status, checks()["vllm"].command) == ("missing", 'pip install "tpde[vllm]"')
 
 
 def test_required_packages_are_imported_and_others_are_not(
