@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.models import torch
@@ -34,14 +35,18 @@ def test_compiled(models: Models, name: str) -> None:
 def test_compiled_products_are_those_of_plain_weights(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, where the compiler sees products, and may fuse them: the same bits."""
+    """As on GPUs, where the compiler sees products, and may fuse them: the same bits, some layers plain."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from tpde.integrations.vllm import internals
+    from tpde.integrations.vllm import internals, linear_method, weights
+
+    def some(report: Any, plain: Any, name: str) -> Any:
+        return None if "layers.0" in name else weights.hold(report, plain, name)
 
     monkeypatch.setattr(internals, "prepares_weights", lambda: False)
+    monkeypatch.setattr(linear_method, "hold", some)
     for kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         monkeypatch.setattr(kind, "process_weights_after_loading", lambda self, layer: None)
         monkeypatch.setattr(kind, "apply", lambda self, layer, x, bias=None: linear(x, layer.weight, bias))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tpde.integrations.vllm import handle_operators
@@ -24,9 +23,7 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
         With exact kernels, compiled code looks them up in the decoded matrix, as in a plain one: PyTorch's
         compiler puts that and the first norm in one kernel, whose sums would go in another order.
         """
-        if not self._packed:
-            return self._plain.embedding(layer, ids)  # type: ignore[no-any-return]
-        if is_compiling() and self._report.kernels == "exact":
+        if self._is_seen():
             matrix = handle_operators.decoded(ids, layer.tpde_handle, layer.tpde_shape, layer.params_dtype)
             return self._plain.embedding(Decoded(matrix), ids)  # type: ignore[no-any-return]
         return handle_operators.embedding(  # type: ignore[no-any-return]

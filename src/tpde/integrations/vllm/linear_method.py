@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
 from tpde.cuda import window_products
@@ -36,7 +37,6 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self._report, self._name = report, name
         self.uses_meta_device = not internals.may_be_offloaded(name)
         self._plain = self._plain_method()
-        self._packed = self._multiplies = False
 
     def _plain_method(self) -> Any:
         """What vLLM has for plain weights of such a layer."""
@@ -76,8 +76,6 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
         packed = hold(self._report, weight.detach().contiguous(), self._name)
-        self._packed = packed is not None
-        self._multiplies = packed is not None and packed.multiplies
         if mover is not None:
             self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
         if packed is not None and mover is not None:
@@ -94,12 +92,15 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ W.T + bias`.
 
-        Where the compiler sees products of plain weights, it sees those of decoded ones, too: it fuses some
-        with what follows, which then rounds otherwise.
+        With exact kernels the compiler sees the product, as it does of plain weights: it fuses some with what
+        follows, which then rounds otherwise. What it sees depends on nothing but the kernels: vLLM keeps
+        compiled code for models that are configured alike, of which other layers may be packed.
         """
-        if not self._packed:
-            return self._plain.apply(layer, x, bias)  # type: ignore[no-any-return]
-        if not self._multiplies and not internals.prepares_weights():
+        if self._is_seen() and not internals.prepares_weights():
             weight = handle_operators.decoded(x, layer.tpde_handle, layer.tpde_shape, x.dtype)
             return self._plain.apply(Decoded(weight), x, bias)  # type: ignore[no-any-return]
         return handle_operators.linear(x, layer.tpde_handle, bias, layer.tpde_shape[0])  # type: ignore[no-any-return]
+
+    def _is_seen(self) -> bool:
+        """Whether the compiler is to see what is computed with the decoded weight."""
+        return is_compiling() and self._report.kernels == "exact"

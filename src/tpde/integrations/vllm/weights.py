@@ -94,7 +94,7 @@ class Weight:
     layer : nn.Module
         Whose `weight` it is. It gets the blob in its place, and a handle for compiled code.
     packed : PackedTensor or None
-        The weight, packed; None if it stays plain, and nothing but a handle comes of it.
+        The weight, packed; None if it stays plain.
     method : object
         vLLM's own for plain weights of such a layer.
     """
@@ -113,9 +113,10 @@ class Weight:
         packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ W.T + bias`: on a GPU straight from windows."""
-        assert self.packed is not None
-        if x.is_cuda:
+        """`x @ W.T + bias`."""
+        if self.packed is None:
+            return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
+        if self.packed.multiplies and x.is_cuda:
             if not self._prepared:  # vLLM's first step; kernels were compiled while it compiled the model
                 self._prepared = True
                 cast(Windowed, self.packed.sources[0]).prepare()
@@ -129,14 +130,17 @@ class Weight:
         return self._method.apply(plain, x, plain.bias)  # type: ignore[no-any-return]
 
     def decoded(self) -> Tensor:
-        """The matrix."""
-        assert self.packed is not None
-        return self.packed.decoded()
+        """The matrix in memory of its own, as compiled code needs it; of one that stays plain a copy."""
+        if self.packed is not None:
+            return self.packed.decoded()
+        plain: Tensor = self._layer().weight  # type: ignore[union-attr]
+        return plain.detach().clone()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
-        assert self.packed is not None
-        return self.packed.rows(ids)
+        if self.packed is not None:
+            return self.packed.rows(ids)
+        return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
 
 
 class OffloadedWeight(Weight):
