@@ -20,13 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.texts import STEP, WINDOW, windows_of
 from benchmarks.serve.log import Log
 
 ANSWER = "ANSWER "
-WINDOW = 512  # tokens of a text that are read together, or as many as the model allows
-# Rows of a step when a text is read: as many as every GPU multiplies straight from packed weights. More would
-# be multiplied by vLLM's kernels, and say nothing of the fused ones.
-STEP = 64
 READING = [
     *("--max-num-batched-tokens", f"{STEP}", "--max-num-seqs", f"{STEP}"),
     *("--max-model-len", "auto"),  # whatever the model and the memory allow
@@ -141,13 +138,6 @@ def _tokens(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) 
         done = _generate(llm, prompts[first : first + concurrent], tokens)
         found += [list(it.outputs[0].token_ids) for it in done]
     return found
-
-
-def windows_of(ids: list[int], most: int) -> list[list[int]]:
-    """Tokens of a text in windows that do not overlap; the last may be shorter, and has two at least."""
-    if len(ids) < 2:
-        raise ValueError("the text has less than two tokens")
-    return [ids[at : at + most] for at in range(0, len(ids) - 1, most)]
 
 
 def _perplexity(llm: Any, text: str) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from typing import Any
 
+from benchmarks.harness import texts
 from benchmarks.harness.report import Page
 from benchmarks.serve.ways import WAYS
 
@@ -24,7 +23,6 @@ AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
 SPREAD_BARS = {1: 1.15}  # tokens a second where two GPUs share a model
 LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
-DIGITS = 5  # of a perplexity that are bf16's: half a unit of the last
 
 
 def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tuple[int, int]) -> None:
@@ -88,46 +86,10 @@ def _alike(one: list[list[int]], other: list[list[int]]) -> str:
 
 
 def perplexities(page: Page, rows: dict[str, Row]) -> None:
-    """Perplexity of a text, and how far its logarithm is from bf16's, with the standard error of that."""
+    """Perplexity of a text beside bf16's."""
+    titles = {way: WAYS[way].title for way in rows}
     found = {way: row["text"] for way, row in rows.items() if "text" in row}
-    if not found:
-        return
-    plain = found.get("bf16")
-    lines = []
-    for way, text in found.items():
-        beside = _apart(text, plain) if plain and text is not plain else ("-", "-")
-        lines.append([WAYS[way].title, str(text["tokens"]), f"{perplexity(text):#.7g}", *beside])
-    one = next(iter(found.values()))
-    page.say(
-        f"Perplexity, in windows of {one['window']} tokens that do not overlap, {one['step']} rows at a time:"
-    )
-    page.table(["way", "tokens", "perplexity", "its logarithm less bf16's", "standard error"], lines)
-    if plain:
-        checks = []
-        for way in rows:
-            if way.startswith("tpde"):
-                off = units(perplexity(found[way]), perplexity(plain)) if way in found else None
-                what = f"{WAYS[way].title}: off bf16's perplexity, in units of its digit {DIGITS}"
-                checks.append((what, off, 0.5))
-        if checks:
-            page.limits(checks, least=False)
-
-
-def perplexity(text: Row) -> float:
-    """Of the tokens that a model predicted."""
-    return math.exp(-math.fsum(text["sums"]) / text["tokens"])
-
-
-def units(found: float, base: float) -> float:
-    """How far apart two figures are, in units of the last of the base's `DIGITS` significant digits."""
-    return abs(found - base) / 10.0 ** (math.floor(math.log10(base)) - DIGITS + 1)
-
-
-def _apart(text: Row, plain: Row) -> tuple[str, str]:
-    """The mean a token of what windows differ by; windows are taken as independent."""
-    apart = [a - b for a, b in zip(plain["sums"], text["sums"], strict=True)]
-    error = statistics.stdev(apart) * math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-    return f"{math.fsum(apart) / text['tokens']:.1e}", f"{error / text['tokens']:.1e}"
+    texts.perplexities(page, titles, found, "bf16", [way for way in rows if way.startswith("tpde")])
 
 
 def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 1) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.report import Page
+from benchmarks.harness.texts import Text, perplexity, units, windows_of
 from benchmarks.serve import cards_of, check, model_of, options, served, turns
 from benchmarks.serve.models import make, shapes_of, sizes_of
-from benchmarks.serve.offline import windows_of
-from benchmarks.serve.tables import compare, judge, perplexities, perplexity, report, units
+from benchmarks.serve.tables import compare, judge, perplexities, report
 
 
 def row(speed: float) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             list(turns(ways, beside))
 
 
-def text_of(sums: list[float], tokens: int = 100) -> dict[str, Any]:
+def text_of(sums: list[float], tokens: int = 100) -> Text:
     return {"tokens": tokens, "window": 50, "step": 64, "sums": sums}
 
 

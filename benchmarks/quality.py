@@ -1,0 +1,219 @@
+"""Perplexity and greedy tokens of a model with fused kernels, beside those of the plain model.
+
+A text is read in windows of 512 tokens, or as many as the model allows, one window at a time, with a cache
+and in steps of 64 tokens: as many rows as fused kernels multiply on every GPU. What is left after the last
+whole window is not read. The plain model reads the text so, too, and again with 2 and with 8 windows at a
+time, for which the matrix library takes other kernels.
+
+At each position the plain model's two largest logits, with one window at a time, are held against what
+another way gives the same two tokens. The plain model's noise is the largest of these differences, at any
+position, to the plain model with 2 or 8 windows at a time. Where the greedy token of fused kernels is not the
+plain model's, the plain model's logits of these two tokens, with one window at a time, must be closer than
+the noise. Of logits that are the same, the lower token is the greedy one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness.gpu import device
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, windows_of
+
+TITLE, NEEDS_GPU = "Quality of fused kernels", True
+PLAIN, FUSED = "plain", "fused"
+OTHERS = {f"{PLAIN}, {it} windows at a time": it for it in (2, 8)}
+GROUP = max(OTHERS.values())  # windows that all ways read before the next ones
+MOST = 0.999  # of the differences: the share that a table gives beside all
+LISTED = 50  # positions; the JSON file has all
+PROGRESS = 32  # groups
+
+
+class Way(NamedTuple):
+    """A model, and how many windows it reads at a time."""
+
+    model: Any
+    together: int
+
+
+class Seen(NamedTuple):
+    """Tensors of what a way makes of windows.
+
+    `sums` are those of the logarithms of tokens' probabilities, in float64, one for each window. By window
+    and position, `greedy` are the tokens of the largest logits, `gaps` by how much the plain model's own
+    greedy token has a larger logit there than that one, and `moved` how far its two largest logits are from
+    this way's.
+    """
+
+    sums: Any
+    greedy: Any
+    gaps: Any
+    moved: Any
+
+
+def largest_two(logits: Any) -> Any:
+    """Tokens of the two largest logits; the lower one first where they are the same."""
+    import torch
+
+    first = logits.argmax(-1, keepdim=True)
+    return torch.cat([first, logits.scatter(-1, first, -math.inf).argmax(-1, keepdim=True)], -1)
+
+
+def look(logits: Any, plain: Any, top: Any, targets: Any) -> Seen:
+    """What there is to see in logits, beside the plain model's and its `largest_two`."""
+    import torch
+
+    logs = torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None])
+    greedy, best = logits.argmax(-1, keepdim=True), plain.gather(-1, top).float()
+    gaps = best[..., :1] - plain.gather(-1, greedy).float()
+    moved = (logits.gather(-1, top).float() - best).abs()
+    return Seen(logs.double().sum((-2, -1)), greedy[..., 0], gaps[..., 0], moved)
+
+
+def read(model: Any, windows: Any, step: int = STEP) -> Any:
+    """Logits of windows that are read together, so many tokens of each at a time."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    parts = [
+        model(input_ids=it, past_key_values=cache, use_cache=True).logits for it in windows.split(step, 1)
+    ]
+    return torch.cat(parts, 1)
+
+
+def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
+    """What ways, the plain one first, make of windows; it comes from the device at the end."""
+    import torch
+
+    found: dict[str, list[Seen]] = {name: [] for name in ways}
+    with torch.inference_mode():
+        for number, group in enumerate(windows.to(device()).split(GROUP)):
+            if number % PROGRESS == 0:
+                note(f"{number * GROUP} of {len(windows)} windows")
+            given, targets = group[:, :-1], group[:, 1:]
+            plain = top = None
+            for name, (model, together) in ways.items():
+                logits = torch.cat([read(model, it) for it in given.split(together)])
+                if plain is None:
+                    plain, top = logits, largest_two(logits)
+                found[name].append(look(logits, plain, top, targets))
+        return {
+            name: Seen(*(torch.cat(it).cpu() for it in zip(*parts, strict=True)))
+            for name, parts in found.items()
+        }
+
+
+def differing(plain: Seen, other: Seen) -> list[dict[str, Any]]:
+    """Positions whose greedy tokens differ, those first where the plain model's logits are farthest apart."""
+    places = (other.greedy != plain.greedy).nonzero()
+    at = tuple(places.T)
+    columns = [it[at].tolist() for it in (plain.greedy, other.greedy, other.gaps)]
+    rows = [
+        {"window": window, "position": position, "plain": one, "other": two, "gap": gap}
+        for (window, position), one, two, gap in zip(places.tolist(), *columns, strict=True)
+    ]
+    return sorted(rows, key=lambda it: -it["gap"])
+
+
+def compare(page: Page, found: Mapping[str, Seen]) -> dict[str, Any]:
+    """Greedy tokens and logits of all ways, and the bar of fused kernels; gives what programs get."""
+    plain, lines, ways = found[PLAIN], [], {}
+    for name, seen in found.items():
+        if name == PLAIN:
+            continue
+        moved = seen.moved.flatten()
+        rows, largest = differing(plain, seen), moved.max().item()
+        most = moved.kthvalue(math.ceil(MOST * len(moved))).values.item()
+        ways[name] = {"differ": rows, "moved": largest, "mostly_moved": most}
+        gap = f"{rows[0]['gap']:.4g}" if rows else "-"
+        lines.append([name, str(len(rows)), gap, f"{largest:.4g}", f"{most:.4g}"])
+    noise = max(ways[name]["moved"] for name in OTHERS)
+    page.say(
+        f"Greedy tokens that are not {PLAIN}'s, of {plain.greedy.numel()}; how far apart {PLAIN}'s logits of "
+        f"such two tokens are at most; and how far {PLAIN}'s two largest logits are from a way's:"
+    )
+    columns = ["way", "other tokens", "logits apart, at most", "moved, at most"]
+    page.table([*columns, f"{100 * MOST:.1f} % of them"], lines)
+    differ = ways[FUSED]["differ"]
+    far = sum(not it["gap"] < noise for it in differ)
+    met = page.judge(not far, f"{FUSED}: greedy tokens differ only where {PLAIN}'s logits are close")
+    page.say(
+        f"{PLAIN}'s noise is {noise:.4g}. At {far} of the {len(differ)} positions where the token of {FUSED} "
+        f"is another, {PLAIN}'s logits of the two are not closer than that (bar: none; {met})."
+    )
+    if differ:
+        _list(page, differ[:LISTED], noise)
+    return {"noise": noise, "ways": ways}
+
+
+def _list(page: Page, rows: Sequence[Mapping[str, Any]], noise: float) -> None:
+    page.say(f"{len(rows)} of them, those first where these logits are farthest apart:")
+    lines = []
+    for it in rows:
+        below = "yes" if it["gap"] < noise else "NO"
+        place = str(it["window"]), str(it["position"]), str(it["plain"]), str(it["other"])
+        lines.append([*place, f"{it['gap']:.4g}", below])
+    columns = ["window", "position", f"{PLAIN}'s token", f"{FUSED}'s", "apart", "closer than the noise"]
+    page.table(columns, lines)
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    """The model of a folder, plain and with fused kernels."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import tpde
+
+    note("loads")
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    packed = tpde.from_pretrained(path, device=device(), dtype=torch.bfloat16, pack=True, kernels="fused")
+    return plain.to(device()), packed
+
+
+def multiplied(model: Any) -> int:
+    """How many weights are multiplied as they are packed."""
+    from tpde.nn import packed_modules
+
+    slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
+    return len({slot.packed for slot in slots if slot.packed.multiplies})
+
+
+def text_of(seen: Seen, windows: Any) -> Text:
+    """What the perplexity is of."""
+    count, window = windows.shape
+    return {"tokens": count * (window - 1), "window": window, "step": STEP, "sums": seen.sums.tolist()}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--model", type=Path, required=True, help="folder of a plain model and its tokenizer")
+    parser.add_argument("--text", type=Path, required=True, help="file that is read")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="of the text, from its beginning")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Read the text in all ways."""
+    import torch
+    from transformers import AutoTokenizer
+
+    for name in ("model", "text"):
+        if not getattr(options, name).exists():
+            raise SystemExit(f"`--{name} {getattr(options, name)}` is not there")
+    ids = AutoTokenizer.from_pretrained(options.model).encode(options.text.read_text("utf-8"), verbose=False)
+    plain, fused = load(options.model)
+    most = getattr(plain.config.get_text_config(), "max_position_embeddings", WINDOW)
+    cut = windows_of(ids[: options.tokens], min(WINDOW, most))
+    windows = torch.tensor([it for it in cut if len(it) == len(cut[0])])
+    ways = {name: Way(plain, together) for name, together in {PLAIN: 1, **OTHERS}.items()}
+    found = measure(ways | {FUSED: Way(fused, 1)}, windows)
+    count = multiplied(fused)
+    page.say(f"{FUSED} multiplies {count} weights as they are packed.")
+    page.judge(count > 0, f"{FUSED}: weights are multiplied as they are packed")
+    texts = {name: text_of(seen, windows) for name, seen in found.items()}
+    perplexities(page, dict(zip(found, found, strict=True)), texts, PLAIN, [FUSED])
+    page.data = compare(page, found) | {"texts": texts}

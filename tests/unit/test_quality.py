@@ -1,0 +1,125 @@
+"""What `python -m benchmarks quality` reads, and how it compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from support.llama import llama  # noqa: E402
+
+from benchmarks import quality  # noqa: E402
+from benchmarks.harness.report import Page  # noqa: E402
+from benchmarks.quality import FUSED, OTHERS, PLAIN, Seen, Way, compare, largest_two, look, measure  # noqa: E402
+from benchmarks.serve.models import make  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "device", lambda: "cpu")
+
+
+@pytest.mark.parametrize("length", [150, 129])
+def test_steps_and_batches_give_what_one_forward_pass_does(length: int) -> None:
+    """Of each token but the first of a window, in steps that cut windows, and in a last group of few."""
+    torch.manual_seed(0)
+    model = llama(initializer_range=0.3).float().eval()
+    windows = torch.randint(0, 1000, (quality.GROUP + 3, length))
+    with torch.no_grad():
+        logits = model(windows).logits[:, :-1]
+    wanted = -torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).double(), windows[:, 1:].flatten(), reduction="none"
+    ).view(len(windows), -1)
+    found = measure({PLAIN: Way(model, 1), "two": Way(model, 2), "all": Way(model, 8)}, windows)
+    for seen in found.values():
+        assert seen.sums.dtype == torch.float64
+        assert torch.allclose(seen.sums, wanted.sum(1), rtol=1e-5)
+        assert torch.equal(seen.greedy, logits.argmax(-1))
+        assert seen.moved.shape == (len(windows), length - 1, 2)
+        assert seen.moved.max() < 1e-3
+
+
+def test_what_is_seen_in_logits() -> None:
+    """Probabilities are of all logits; others are those of plain's tokens, and of the one that is chosen."""
+    plain = torch.tensor([[[1.0, 4.0, 3.5, 4.0], [0.0, 2.0, 1.0, -1.0]]]).bfloat16()
+    ours = torch.tensor([[[1.0, 4.25, 4.5, 3.0], [0.0, 2.0, 1.5, -1.0]]]).bfloat16()
+    top = largest_two(plain)
+    assert top.tolist() == [[[1, 3], [1, 2]]]
+    seen = look(ours, plain, top, torch.tensor([[3, 0]]))
+    logs = ours.double().log_softmax(-1)
+    assert seen.sums.tolist() == pytest.approx([float(logs[0, 0, 3] + logs[0, 1, 0])], rel=1e-6)
+    assert seen.greedy.tolist() == [[2, 1]]
+    assert seen.gaps.tolist() == [[0.5, 0.0]]
+    assert seen.moved.tolist() == [[[0.25, 1.0], [0.0, 0.5]]]
+
+
+def seen_of(greedy: list[int], gaps: list[float], moved: float) -> Seen:
+    """Of one window."""
+    differences = torch.zeros(1, len(greedy), 2)
+    differences[0, 0, 1] = moved
+    return Seen(torch.zeros(1).double(), torch.tensor([greedy]), torch.tensor([gaps]), differences)
+
+
+@pytest.mark.parametrize(
+    ("gap", "far"), [(0.2, 0), (0.25, 1), (math.nan, 1)], ids=["closer", "as the noise", "not a number"]
+)
+def test_greedy_tokens(gap: float, far: int) -> None:
+    """They may differ where plain's logits are closer than the largest difference in any other batch."""
+    one, other = OTHERS
+    plain = seen_of([5, 6, 7], [0.0, 0.0, 0.0], 0)
+    found = {
+        PLAIN: plain,
+        one: plain,
+        other: seen_of([5, 6, 8], [0.0, 0.0, 0.375], 0.25),
+        FUSED: seen_of([4, 6, 9], [0.125, 0.0, gap], 2.0),
+    }
+    page = Page("Quality", {})
+    said = compare(page, found)
+    assert [met for _, met in page.bars] == [not far]
+    assert said["noise"] == 0.25, "of the plain model alone"
+    assert [len(said["ways"][it]["differ"]) for it in (one, other, FUSED)] == [0, 1, 2]
+    assert f"At {far} of the 2 positions" in page.markdown()
+    assert page.markdown().count(" NO |") == far
+
+
+def test_the_list_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the positions where plain's logits are farthest apart; programs get all."""
+    monkeypatch.setattr(quality, "LISTED", 2)
+    plain = seen_of([5, 6, 7], [0.0, 0.0, 0.0], 0.25)
+    found = dict.fromkeys([PLAIN, *OTHERS], plain) | {FUSED: seen_of([1, 2, 3], [0.0, 0.125, 0.0625], 0)}
+    page = Page("Quality", {})
+    said = compare(page, found)
+    table = page.parts[-1]
+    assert [row[:4] for row in table.rows] == [["0", "1", "6", "2"], ["0", "2", "7", "3"]]  # type: ignore[union-attr]
+    assert [it["gap"] for it in said["ways"][FUSED]["differ"]] == [0.125, 0.0625, 0.0]
+
+
+def run(folder: Path, words: str, file: str = "text.txt") -> Page:
+    (folder / "text.txt").write_text(words)
+    page = Page("Quality", {}, json=folder / "page.json")
+    quality.run(argparse.Namespace(model=folder / "model", text=folder / file, tokens=60), page)
+    page.save()
+    return page
+
+
+def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where fused kernels give the plain model's bits."""
+    monkeypatch.setattr(quality, "WINDOW", 24)
+    make(tmp_path / "model", "tiny", 0)
+    page = run(tmp_path, " ".join(f"t{5 + it * it % 7}" for it in range(80)))
+    assert not page.missed
+    assert len(page.bars) == 3
+    found = json.loads((tmp_path / "page.json").read_text())["data"]
+    assert found["texts"][FUSED] == found["texts"][PLAIN]
+    assert found["texts"][PLAIN] | {"sums": []} == {"tokens": 46, "window": 24, "step": 64, "sums": []}
+    assert found["ways"][FUSED] == {"differ": [], "moved": 0.0, "mostly_moved": 0.0}
+    with pytest.raises(SystemExit, match="other` is not there"):
+        run(tmp_path, "", "other")
+    with pytest.raises(ValueError, match="less than two tokens"):
+        run(tmp_path, "t5")
