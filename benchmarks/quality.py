@@ -2,14 +2,14 @@
 
 A text is read in windows of 512 tokens, or as many as the model allows, one window at a time, with a cache
 and in steps of 64 tokens: as many rows as fused kernels multiply on every GPU. What is left after the last
-whole window is not read. The plain model reads the text so, too, and again with 2 and with 8 windows at a
-time, for which the matrix library takes other kernels.
+whole window is not read. The plain model reads the text so, too, and again in steps of 8 tokens, and two
+windows at a time: for 8 and for 128 rows the matrix library may take other kernels.
 
-At each position the plain model's two largest logits, with one window at a time, are held against what
-another way gives the same two tokens. The plain model's noise is the largest of these differences, at any
-position, to the plain model with 2 or 8 windows at a time. Where the greedy token of fused kernels is not the
-plain model's, the plain model's logits of these two tokens, with one window at a time, must be closer than
-the noise. Of logits that are the same, the lower token is the greedy one.
+At each position, how far apart the plain model's two largest logits are, of 64 rows, is held against how far
+apart another way's logits of these two tokens are. The plain model's noise is the largest change of that, at
+any position, from 64 rows to 8 or 128. Where the greedy token of fused kernels is not the plain model's, the
+plain model's logits of these two tokens, of 64 rows, must be closer than the noise. Of logits that are the
+same, the lower token is the greedy one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, windows_o
 
 TITLE, NEEDS_GPU = "Quality of fused kernels", True
 PLAIN, FUSED = "plain", "fused"
-OTHERS = {f"{PLAIN}, {it} windows at a time": it for it in (2, 8)}
-GROUP = max(OTHERS.values())  # windows that all ways read before the next ones
+# Windows at a time, and tokens of a step.
+OTHERS = {f"{PLAIN}, {windows * step} rows": (windows, step) for windows, step in ((1, 8), (2, STEP))}
+GROUP = 8  # windows that all ways read before the next ones
 MOST = 0.999  # of the differences: the share that a table gives beside all
 LISTED = 50  # positions; the JSON file has all
 PROGRESS = 32  # groups
 
 
 class Way(NamedTuple):
-    """A model, and how many windows it reads at a time."""
+    """A model, how many windows it reads at a time, and how many tokens of each."""
 
     model: Any
     together: int
+    step: int = STEP
 
 
 class Seen(NamedTuple):
@@ -45,8 +47,8 @@ class Seen(NamedTuple):
 
     `sums` are those of the logarithms of tokens' probabilities, in float64, one for each window. By window
     and position, `greedy` are the tokens of the largest logits, `gaps` by how much the plain model's own
-    greedy token has a larger logit there than that one, and `moved` how far its two largest logits are from
-    this way's.
+    greedy token has a larger logit there than that one, and `moved` by how much the difference of its two
+    largest logits is another here.
     """
 
     sums: Any
@@ -70,11 +72,11 @@ def look(logits: Any, plain: Any, top: Any, targets: Any) -> Seen:
     logs = torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None])
     greedy, best = logits.argmax(-1, keepdim=True), plain.gather(-1, top).float()
     gaps = best[..., :1] - plain.gather(-1, greedy).float()
-    moved = (logits.gather(-1, top).float() - best).abs()
+    moved = (logits.gather(-1, top).float() - best).diff(dim=-1).abs()[..., 0]
     return Seen(logs.double().sum((-2, -1)), greedy[..., 0], gaps[..., 0], moved)
 
 
-def read(model: Any, windows: Any, step: int = STEP) -> Any:
+def read(model: Any, windows: Any, step: int) -> Any:
     """Logits of windows that are read together, so many tokens of each at a time."""
     import torch
     from transformers import DynamicCache
@@ -97,8 +99,8 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
                 note(f"{number * GROUP} of {len(windows)} windows")
             given, targets = group[:, :-1], group[:, 1:]
             plain = top = None
-            for name, (model, together) in ways.items():
-                logits = torch.cat([read(model, it) for it in given.split(together)])
+            for name, (model, together, step) in ways.items():
+                logits = torch.cat([read(model, it, step) for it in given.split(together)])
                 if plain is None:
                     plain, top = logits, largest_two(logits)
                 found[name].append(look(logits, plain, top, targets))
@@ -135,7 +137,7 @@ def compare(page: Page, found: Mapping[str, Seen]) -> dict[str, Any]:
     noise = max(ways[name]["moved"] for name in OTHERS)
     page.say(
         f"Greedy tokens that are not {PLAIN}'s, of {plain.greedy.numel()}; how far apart {PLAIN}'s logits of "
-        f"such two tokens are at most; and how far {PLAIN}'s two largest logits are from a way's:"
+        f"such two tokens are at most; and by how much the difference of {PLAIN}'s largest two changes:"
     )
     columns = ["way", "other tokens", "logits apart, at most", "moved, at most"]
     page.table([*columns, f"{100 * MOST:.1f} % of them"], lines)
@@ -209,8 +211,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
     most = getattr(plain.config.get_text_config(), "max_position_embeddings", WINDOW)
     cut = windows_of(ids[: options.tokens], min(WINDOW, most))
     windows = torch.tensor([it for it in cut if len(it) == len(cut[0])])
-    ways = {name: Way(plain, together) for name, together in {PLAIN: 1, **OTHERS}.items()}
-    found = measure(ways | {FUSED: Way(fused, 1)}, windows)
+    others = {name: Way(plain, *how) for name, how in OTHERS.items()}
+    found = measure({PLAIN: Way(plain, 1), **others, FUSED: Way(fused, 1)}, windows)
     count = multiplied(fused)
     page.say(f"{FUSED} multiplies {count} weights as they are packed.")
     page.judge(count > 0, f"{FUSED}: weights are multiplied as they are packed")

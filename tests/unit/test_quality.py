@@ -36,12 +36,13 @@ def test_steps_and_batches_give_what_one_forward_pass_does(length: int) -> None:
     wanted = -torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).double(), windows[:, 1:].flatten(), reduction="none"
     ).view(len(windows), -1)
-    found = measure({PLAIN: Way(model, 1), "two": Way(model, 2), "all": Way(model, 8)}, windows)
+    ways = {PLAIN: Way(model, 1), "short": Way(model, 1, 8), "two": Way(model, 2), "all": Way(model, 8)}
+    found = measure(ways, windows)
     for seen in found.values():
         assert seen.sums.dtype == torch.float64
         assert torch.allclose(seen.sums, wanted.sum(1), rtol=1e-5)
         assert torch.equal(seen.greedy, logits.argmax(-1))
-        assert seen.moved.shape == (len(windows), length - 1, 2)
+        assert seen.moved.shape == (len(windows), length - 1)
         assert seen.moved.max() < 1e-3
 
 
@@ -56,13 +57,13 @@ def test_what_is_seen_in_logits() -> None:
     assert seen.sums.tolist() == pytest.approx([float(logs[0, 0, 3] + logs[0, 1, 0])], rel=1e-6)
     assert seen.greedy.tolist() == [[2, 1]]
     assert seen.gaps.tolist() == [[0.5, 0.0]]
-    assert seen.moved.tolist() == [[[0.25, 1.0], [0.0, 0.5]]]
+    assert seen.moved.tolist() == [[1.25, 0.5]]
 
 
 def seen_of(greedy: list[int], gaps: list[float], moved: float) -> Seen:
     """Of one window."""
-    differences = torch.zeros(1, len(greedy), 2)
-    differences[0, 0, 1] = moved
+    differences = torch.zeros(1, len(greedy))
+    differences[0, 0] = moved
     return Seen(torch.zeros(1).double(), torch.tensor([greedy]), torch.tensor([gaps]), differences)
 
 
