@@ -3,6 +3,9 @@
 
 #include "internal.h"
 
+/* Of fp16 weights of which half are zeros, a code of one value is better than one of two, and one of 96 than both. */
+#define MIN_VALUES 32
+
 static int by_count(const void *a, const void *b) {
   const counted_value *x = a, *y = b;
   if (x->count != y->count) return x->count < y->count ? 1 : -1;
@@ -96,7 +99,7 @@ uint64_t tpde_code_build(prefix_code *c, counted_value *found, int distinct, uin
       least = cost;
       best = bits;
       *c = trial;
-    } else if (cost > least + least / 64) {
+    } else if (n >= MIN_VALUES && cost > least + least / 64) {
       break; /* past the minimum */
     }
   }

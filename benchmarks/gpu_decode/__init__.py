@@ -39,6 +39,9 @@ DTYPES = {
     "fp32": ("F32", ("<f4", "|u1")),
     "bf16 in fp32": ("F32", ("<f4", "|u1")),
     "E4M3": ("F8_E4M3", ("|f1", "|u1")),
+    "bf16 pruned": ("BF16", ("<f2", "|u1")),
+    "fp16 pruned": ("F16", ("<f2", "|u1")),
+    "fp32 pruned": ("F32", ("<f4", "|u1")),
 }
 # The linear layers of a TinyLlama-1.1B, each alone.
 LAYERS = {
@@ -50,22 +53,24 @@ LAYERS = {
 }
 LAYER_BAR = 0.1  # ms
 # At 512 MiB, GB/s of output.
-BARS = {"bf16": 2000.0, "fp32": 1900.0, "fp16": 1000.0, "E4M3": 500.0}
+BARS = {"bf16": 2000.0, "fp32": 1900.0, "fp16": 1000.0, "E4M3": 500.0, "bf16 pruned": 1500.0}
 
 
 def weights(name: str, rows: int, seed: int, columns: int = 0) -> Any:
-    """Synthetic weights on the GPU: normal, per-row scale 0.02 * exp(0.3 * normal)."""
+    """Synthetic weights on the GPU: normal, per-row scale 0.02 * exp(0.3 * normal); pruned: half are 0."""
     import torch
 
     torch.manual_seed(seed)
     values = torch.randn(rows, columns or SIDE, device="cuda")
     values *= 0.02 * torch.exp(0.3 * torch.randn(rows, 1, device="cuda"))
-    if name == "bf16":
-        return values.to(torch.bfloat16)
-    if name == "fp16":
-        return values.to(torch.float16)
-    if name == "bf16 in fp32":
+    if name.endswith("pruned"):
+        values[torch.rand_like(values) < 0.5] = 0
+    if name.startswith("bf16 in"):
         return values.to(torch.bfloat16).to(torch.float32)
+    if name.startswith("bf16"):
+        return values.to(torch.bfloat16)
+    if name.startswith("fp16"):
+        return values.to(torch.float16)
     return to_e4m3(values) if name == "E4M3" else values
 
 
@@ -192,9 +197,9 @@ def draw(options: argparse.Namespace, runs: int, grids: dict[str, Grid], small: 
     """All of it so far."""
     page.clear()
     page.say(
-        "Weights: normal, per-row scale 0.02 * exp(0.3 * normal), made on the GPU, seed "
-        f"{options.seed}; rows of, or whole matrices of {SIDE}x{SIDE}; beyond {DISTINCT // MIB} MiB they "
-        "come again, in memory of their own. Packed as `tpde pack` does by default. CUDA events, "
+        "Weights: normal, per-row scale 0.02 * exp(0.3 * normal), pruned ones half zeros, made on the GPU, "
+        f"seed {options.seed}; rows of, or whole matrices of {SIDE}x{SIDE}; beyond {DISTINCT // MIB} MiB "
+        "they come again, in memory of their own. Packed as `tpde pack` does by default. CUDA events, "
         f"medians of {runs} alternating runs after two to warm up, 256 MiB written through the cache "
         "before each. "
         "Every contestant's output was compared with the source, bit by bit. nvCOMP has its own "

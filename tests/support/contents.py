@@ -97,8 +97,18 @@ def ascending(dtype: str, words: int) -> bytes:
     return np.sort(np.frombuffer(normal(dtype, words), _unsigned(dtype))).tobytes()
 
 
+def pruned(dtype: str, words: int) -> bytes:
+    """Give weights of which half are zeros, later on of either sign."""
+    bits, kind = 8 * DTYPES[dtype].word_bytes, _unsigned(dtype)
+    draw = rng("pruned", dtype, words)
+    out = np.frombuffer(normal(dtype, words), kind).copy()
+    zero, signed = draw.random(words) < 0.5, np.arange(words) >= words // 2
+    out[zero] = (draw.integers(0, 2, words, np.uint64) * signed << np.uint64(bits - 1)).astype(kind)[zero]
+    return out.tobytes()
+
+
 CONTENTS: dict[str, Callable[[str, int], bytes]] = {
-    f.__name__: f for f in (normal, random, zeros, constant, nearly, specials, exponents, ascending)
+    f.__name__: f for f in (normal, random, zeros, constant, nearly, specials, exponents, ascending, pruned)
 }
 
 

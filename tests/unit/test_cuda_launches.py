@@ -36,6 +36,9 @@ def _header(
     )
 
 
+BF16 = {"WORD": 2, "CODED": 2}
+
+
 def _item(header: BlobHeader, pairs: int = 0, blob: int = 4096, **more: Any) -> Item:
     return Item(header, Tables(np.zeros(4096, np.uint8), 11, pairs), blob, 8192, 0, **more)
 
@@ -109,8 +112,8 @@ def test_no_more_blocks_than_chunks_and_no_more_threads_than_registers_allow(not
     grids = [(grid, block) for _, grid, block, _ in noted.made]
     chosen = geometry(need([_item(_header((100_000, 512)))]), FACTS.shared_bytes, -(-100_000 // 132))
     assert grids[:2] == [(5, 32 * 8)] * 2
-    assert chosen.warps > max_warps(2, check=True)
-    assert grids[2:] == [(132, 32 * chosen.warps), (132, 32 * max_warps(2, check=True))]
+    assert chosen.warps > max_warps(BF16, check=True)
+    assert grids[2:] == [(132, 32 * chosen.warps), (132, 32 * max_warps(BF16, check=True))]
 
 
 def test_the_same_launch_is_made_once_and_another_by_itself(noted: Noted) -> None:
@@ -213,7 +216,7 @@ def test_chunks_that_a_row_may_touch(width: int, per_row: int, noted: Noted) -> 
             "WINDOW": fit.window,
             "PIECE": 0,
             "CHECK": 0,
-            "THREADS": 32 * max_warps(2, check=False),
+            "THREADS": 32 * max_warps(BF16, check=False),
         },
         0,
     )
@@ -227,7 +230,7 @@ def test_rows_of_few_and_of_many(noted: Noted) -> None:
     assert [number for number, *_ in noted.launched] == [0, 0, 1, 2, 2], "as many blocks are made once"
     rows.launch(0, 0, 0, 0, 1, 0, check=True)
     assert noted.kernels[-1][2]["CHECK"] == 1
-    assert noted.kernels[-1][2]["THREADS"] == 32 * max_warps(2, check=True)
+    assert noted.kernels[-1][2]["THREADS"] == 32 * max_warps(BF16, check=True)
     assert [number for number, *_ in noted.launched][-1] == 3
 
 

@@ -103,12 +103,14 @@ def test_chunks_for_a_round_have_a_warp_each_and_at_least_eight() -> None:
 
 
 def test_warps_that_registers_allow() -> None:
-    found = {(word, check): max_warps(word, check) for word in (1, 2, 4, 8) for check in (False, True)}
-    assert found == {(w, c): 16 if w == 8 else 20 if c else 24 for w, c in found}
+    for word, coded in ((1, 1), (2, 0b10), (2, 0b11), (4, 0b1100), (4, 0b1110), (4, 0b1111), (8, 0b11)):
+        kind, many = {"WORD": word, "CODED": coded}, coded.bit_count() > 2
+        expected = (16, 16) if word == 8 else (20, 16) if many else (24, 20)
+        assert (max_warps(kind, check=False), max_warps(kind, check=True)) == expected
 
 
 def test_macros() -> None:
-    kind = {"WORD": 4, "ROTATE": 1, "CODED": 8, "PAIRS": 8}
+    kind = {"WORD": 4, "ROTATE": 1, "CODED": 8, "PAIRS": 8, "SHORT": 0}
     chosen = Geometry(*CHOSEN["F32", 99, 0])
     for check, threads in ((False, 24 * 32), (True, 20 * 32)):
         made = kernel_defines(kind, chosen, check)

@@ -94,29 +94,32 @@ def test_entries_of_tables_of_single_symbols() -> None:
     assert long[0b1111] == 0x80 | 4
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside pairs"])
-@pytest.mark.parametrize("longest", [4, 9, 11, 12])
-@pytest.mark.parametrize("raw", [0, 1, 3])
-def test_what_the_index_holds_is_looked_up(raw: int, longest: int, beside: bool) -> None:
-    """Values after short escapes too, which are half of the symbols of halved weights."""
-    lengths = {0: 2, 3: 3, 5: 4, 6: 4}
-    table = reference.Table.from_lengths(1, longest - raw if longest > 4 + raw else 4, raw, lengths, 1)
-    tables, _ = _opened([PAIRS, table], [(1, 1), (0, 1)]) if beside else _opened([table], [(0, 0), (0, 1)])
-    shift, kind = (16, "<u4") if beside else (8, "<u2")
-    image, mask = tables.image.view(kind), (1 << tables.bits) - 1
-    if beside:
-        image = image[mask + 1 :]
-    looked_up = 0
-    for symbol in range(256):
-        bits = table.encode(symbol)
-        for ahead in (0, ~0, 0x155 << 1):
-            entry = int(image[(int(bits[::-1], 2) | ahead << len(bits)) & mask])
-            if len(bits) <= tables.bits:
-                assert entry == symbol << shift | len(bits)
-                looked_up += 1
-            else:
-                assert entry == 0x80 | raw << 8 | 1
-    assert (looked_up == 3 * 256) == (tables.bits >= 9)
+@pytest.mark.parametrize(
+    ("made", "short"),
+    [
+        ((1, 1, 0, {7: 1, 9: 1}), True),
+        ((1, 1, 0, {7: 1}, 1), True),
+        ((1, 2, 0, {7: 2, 9: 2}, 1), True),
+        ((1, 2, 0, {7: 1, 9: 2}, 2), True),
+        ((1, 2, 0, {7: 2, 9: 2, 10: 2, 11: 2}), True),
+        ((1, 12, 0, {7: 1, 9: 2}, 2), True),
+        ((1, 3, 0, {7: 1, 9: 2, 10: 3}, 3), False),
+        ((1, 3, 0, {7: 2, 9: 3, 10: 3}, 1), False),
+        ((1, 1, 1, {7: 1}, 1), False),
+        ((2, 1, 0, {0x0101: 1}, 1), False),
+    ],
+)
+def test_planes_whose_tables_have_four_entries(made: Any, short: bool) -> None:
+    """Codewords of two bits or less, without raw bits: the kernel reads no more than four entries."""
+    table = reference.Table.from_lengths(*made)
+    assert _opened([table], [(0, 0), (0, 1)])[0].short == 0b10 * short
+    assert _opened([table, LONG], [(0, 1), (1, 1)])[0].short == 0b01 * short
+    tables, header = _opened([table, table], [(0, 2), (1, 1)])
+    assert tables.short == 0b11 * short
+    assert kind_defines(header, tables)["SHORT"] == tables.short
+    assert tables.bits >= 2 * short
+    several, _ = _opened([table, LONG], [(0, 0), (0, 2)])
+    assert several is None or not several.short, "all tables of a plane must be"
 
 
 def test_entries_of_tables_of_pairs() -> None:
@@ -133,9 +136,9 @@ def test_entries_of_tables_of_pairs() -> None:
 
 def test_images_end_at_multiples_of_16() -> None:
     one, _ = _opened([reference.Table.from_lengths(1, 1, 0, {1: 1, 2: 1})], [(0, 0), (0, 1)])
-    assert (one.bits, one.image.size) == (1, 16)
-    assert one.image[:4].view("<u2").tolist() == [1 << 8 | 1, 2 << 8 | 1]
-    assert not one.image[4:].any()
+    assert (one.bits, one.image.size) == (2, 16)
+    assert one.image[:8].view("<u2").tolist() == [1 << 8 | 1, 2 << 8 | 1] * 2
+    assert not one.image[8:].any()
     none, header = _opened([], [(0, 0), (0, 0)])
     assert (none.bits, none.pairs, none.image.size) == (0, 0, 0)
     assert kind_defines(header, none)["CODED"] == 0
@@ -162,7 +165,8 @@ def test_kernels_are_made_for_the_planes_that_are_coded(
     planes: list[tuple[int, int]], coded: int, pairs: int
 ) -> None:
     tables, header = _opened([SHORT, LONG, PAIRS], planes)
-    assert kind_defines(header, tables) == {"WORD": 2, "ROTATE": 1, "CODED": coded, "PAIRS": pairs}
+    expected = {"WORD": 2, "ROTATE": 1, "CODED": coded, "PAIRS": pairs, "SHORT": 0}
+    assert kind_defines(header, tables) == expected
 
 
 def test_a_descriptor_holds_all_of_the_header() -> None:

@@ -221,12 +221,13 @@ class Rows:
 
     def _make(self, grid: int, check: bool) -> KernelLaunch:
         """What launches so many blocks: kept, and of no more numbers than a device has places for blocks."""
+        kind = kind_defines(self._item.header, self._item.tables)
         defines = {
-            **kind_defines(self._item.header, self._item.tables),
+            **kind,
             "WINDOW": self._fit.window,
             "PIECE": 0,
             "CHECK": int(check),
-            "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
+            "THREADS": 32 * max_warps(kind, check),
         }
         kernel = current().kernel(SOURCE, "decode_rows", defines, self._device)
         made = self._made[grid, check] = kernel.launch(grid, 32 * self._warps, self._shared)

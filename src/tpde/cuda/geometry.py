@@ -11,6 +11,7 @@ from tpde.format.blob_header import align
 LANES = 32  # format.md 5.1
 GROUP_BYTES = 512
 MAX_WORD_BYTES = 8
+MANY_PLANES = 2
 LEAST_WARPS = 4  # with fewer, streams stay in global memory
 TABLE_WARPS = 8  # with fewer, loading tables takes longer
 LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
@@ -40,11 +41,14 @@ class Need(NamedTuple):
     rings: int  # a warp's rings
 
 
-def max_warps(word_bytes: int, check: bool) -> int:
-    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes."""
-    if word_bytes == MAX_WORD_BYTES:
+def max_warps(kind: Mapping[str, int], check: bool) -> int:
+    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes.
+
+    Each coded plane beyond two takes a few more; as many as for checksums are enough for four.
+    """
+    if kind["WORD"] == MAX_WORD_BYTES:
         return 16
-    return 20 if check else 24
+    return 24 - 4 * check - 4 * (kind["CODED"].bit_count() > MANY_PLANES)
 
 
 def _piece(word_bytes: int, coded: int, pairs: int) -> int:
@@ -59,7 +63,7 @@ def need(items: Sequence[Item]) -> Need:
     """What the chunks of some blobs of one kind take."""
     headers = [it.header for it in items]
     kind = kind_defines(headers[0], items[0].tables)
-    piece, most = _piece(kind["WORD"], kind["CODED"], kind["PAIRS"]), max_warps(kind["WORD"], check=False)
+    piece, most = _piece(kind["WORD"], kind["CODED"], kind["PAIRS"]), max_warps(kind, check=False)
     words = max(header.chunk_words for header in headers)
     raw_planes = sum(not count for _, count in headers[0].planes)
     room = max(
@@ -98,7 +102,7 @@ class Geometry(NamedTuple):
 
 def kernel_defines(kind: Mapping[str, int], chosen: Geometry, check: bool) -> dict[str, int]:
     """Macros of the kernel that decodes blobs of a kind in chosen ways."""
-    threads = 32 * max_warps(kind["WORD"], check)
+    threads = 32 * max_warps(kind, check)
     return {**kind, "WINDOW": chosen.window, "PIECE": chosen.piece, "CHECK": int(check), "THREADS": threads}
 
 

@@ -14,6 +14,7 @@ from tpde.codec.selection import core_layout
 from tpde.format.blob_header import BlobHeader, align
 
 ALIGNMENT = 16  # of blobs, tables and descriptors
+SHORT_BITS = 2  # of codewords whose entries fit into registers (`FEW` in decode.cu)
 _WRAP = 1 << 64  # addresses before what is there may be negative, and add up modulo this
 
 _ITEM = np.dtype(
@@ -36,6 +37,7 @@ class Tables(NamedTuple):
     image: Bytes
     bits: int
     pairs: int  # planes, one bit each, whose tables hold pairs
+    short: int = 0  # planes whose codewords have `SHORT_BITS` or less
 
 
 class StagedChunks(NamedTuple):
@@ -88,13 +90,16 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     if codec_of(header).gpu is not Gpu.KERNELS:
         return None
     tables = prefix_codes.PrefixCodec(core_layout(header), section).tables()
-    pairs = 0
+    pairs = short = 0
     for plane, (first, count) in enumerate(header.planes):
-        kinds = {tables[number].kind for number in range(first, first + count)}
+        some = tables[first : first + count]
+        kinds = {it.kind for it in some}
         if len(kinds) > 1:
             return None
         pairs |= (kinds == {2}) << plane
-    bits = max((table.entries.size.bit_length() - 1 for table in tables), default=0)
+        short |= (bool(some) and all(map(_is_short, some))) << plane
+    bits = max((it.entries.size.bit_length() - 1 for it in tables), default=0)
+    bits = max(bits, SHORT_BITS if short else 0)
     kind = np.dtype("<u4" if pairs else "<u2")
     size = align(len(tables) * kind.itemsize << bits, ALIGNMENT)
     image = np.zeros(size // kind.itemsize, kind)
@@ -102,27 +107,13 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
         entries = np.tile(table.entries, (1 << bits) // table.entries.size)
         # An escape's entry has no symbol; its raw bits take the place (`ESCAPE` in decode.cu).
         symbols = np.where(entries & 0x100, 0x80 | table.raw_bits << 8, entries >> 16 << (16 if pairs else 8))
-        found = entries & 0x1F | symbols
-        if table.kind == 1:
-            _look_values_up(found, entries, table.raw_bits, 16 if pairs else 8)
-        image[i << bits : i + 1 << bits] = found
-    return Tables(image.view(np.uint8), bits, pairs)
+        image[i << bits : i + 1 << bits] = entries & 0x1F | symbols
+    return Tables(image.view(np.uint8), bits, pairs, short)
 
 
-def _look_values_up(found: _Numbers, entries: _Numbers, raw_bits: int, shift: int) -> None:
-    """Put symbols where a short escape and its value are what is looked up, as if both were a codeword.
-
-    Weights of which half are zeros have planes in which half of the symbols are escapes, of one bit.
-    """
-    (escapes,) = np.nonzero(entries & 0x100)
-    if not escapes.size:
-        return
-    length = int(entries[escapes[0]] & 0x1F)
-    if length + 8 > found.size.bit_length() - 1:
-        return
-    value = escapes >> length & 0xFF  # the raw bits come last, and go lowest
-    symbol = (value << raw_bits | value >> 8 - raw_bits) & 0xFF
-    found[escapes] = symbol << shift | length + 8
+def _is_short(table: prefix_codes.PrefixTable) -> bool:
+    """Whether four entries are all of it, as in planes of weights of which half are zeros."""
+    return table.kind == 1 and not table.raw_bits and int((table.entries & 0x1F).max()) <= SHORT_BITS
 
 
 def kind_defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
@@ -133,6 +124,7 @@ def kind_defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
         "ROTATE": header.rotate,
         "CODED": coded,
         "PAIRS": tables.pairs,
+        "SHORT": tables.short,
     }
 
 

@@ -13,8 +13,8 @@
 // the last, short chunks.
 //
 // Macros: WORD bytes of a word; ROTATE; CODED, the planes that may be coded, PAIRS those whose tables hold
-// pairs, one bit each; CHECK: compare checksums; WINDOW: groups of raw planes staged at a time; PIECE: 0, or the
-// bytes of a ring's piece, 8 or 16; THREADS: the most of a block.
+// pairs, SHORT those whose codewords have two bits or one, one bit each; CHECK: compare checksums; WINDOW: groups of
+// raw planes staged at a time; PIECE: 0, or the bytes of a ring's piece, 8 or 16; THREADS: the most of a block.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -93,6 +93,10 @@ typedef u32 Entry;
 typedef u16 Entry;
 #endif
 
+// What a plane's codewords stand for: a symbol; two; a symbol, where four entries, in registers, are the whole table.
+enum Code { SINGLE, PAIR, FEW };
+__device__ constexpr Code code_of(int plane) { return IS(PAIRS, plane) ? PAIR : IS(SHORT, plane) ? FEW : SINGLE; }
+
 // Bits that look-ups of n entries take at most (format.md 3): a codeword has 12, or 20 with an escape's value; 28
 // for pairs.
 #define MOST_BITS(n, pair) ((n) * ((pair) ? 28 : 20))
@@ -124,13 +128,14 @@ __device__ __forceinline__ void wait_pieces() { asm volatile("cp.async.wait_grou
 enum Place { STAGED, ANYWHERE, RING };
 
 // A lane keeps the words it is at from call to call where a group has 8 look-ups or more: 2 % of fp16, 8 % of E4M3.
-__device__ constexpr bool keeps_words(Place place, bool pair) { return place == STAGED && !pair && V >= 8; }
+__device__ constexpr bool keeps_words(Place place, Code code) { return place == STAGED && code != PAIR && V >= 8; }
 
 template <Place PLACE>
 struct Lane {
   const u32* words;  // of the coded planes
   const Entry* table;
   u32 mask, limit;
+  u32 lengths, values, up;  // of FEW: a byte for each of four entries; how far left an escape's value is shifted
   u32 at, end;  // bits from the first word
   u32 a, b, c;  // the words from that of bit `at` on, if they are kept
   u32 ring;  // its address in shared memory, a multiple of its size
@@ -160,11 +165,34 @@ struct Lane {
     b = word((at >> 5) + 1);
     c = word((at >> 5) + 2);
   }
+  // Half of the symbols of a plane of weights of which half are zeros are escapes, of one bit: a branch would be taken
+  // by all warps. An escape's length has bit 7 set, of which the second selection makes a mask.
+  __device__ __forceinline__ void open_few() {
+    lengths = values = up = 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      const u32 e = table[i], escape = e & ESCAPE;
+      lengths |= ((e & 15) + escape / 16 | escape) << (8 * i);
+      if (escape) up = SYMBOL - (e & 15);
+      else values |= (e >> SYMBOL & 255) << (8 * i);
+    }
+  }
+  __device__ __forceinline__ u32 select(u32 bytes) const {
+    u32 x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(lengths), "r"(values), "r"(bytes));
+    return x;
+  }
+  template <Code CODE>
+  __device__ __forceinline__ u32 entry(u32 x) const {
+    if (CODE != FEW) return table[x & mask];
+    const u32 bytes = (x & 3) * 0x1111u;
+    return select(bytes + 0x4440u) | (select(bytes + 0x8880u) & x << up);
+  }
   // The next N entries one after the other, escapes included: their values are put where entries have their symbols.
   // One pair in 500 is an escape, so one call in four of a warp comes here, and takes all bits from registers.
-  template <bool PAIR, int N>
+  template <Code CODE, int N>
   __device__ __forceinline__ void careful(u32 e[N]) {
-    constexpr int AT_ONCE = PAIR ? N : 1, WORDS = (MOST_BITS(AT_ONCE, PAIR) + 31) / 32;
+    constexpr int AT_ONCE = CODE == PAIR ? N : 1, WORDS = (MOST_BITS(AT_ONCE, CODE == PAIR) + 31) / 32;
     u32 x[WORDS];
 #pragma unroll
     for (int k = 0; k < N; k++) {
@@ -176,9 +204,9 @@ struct Lane {
       u32 f = table[x[0] & mask], taken = f & 15;
       if (f & ESCAPE) {
         u32 y = x[0] >> taken, r = f >> 8 & 7;
-        if (PAIR) f = y << 16;
+        if (CODE == PAIR) f = y << 16;
         else f = (((y & 255) << r | (y & 255) >> (8 - r)) & 255) << SYMBOL;  // the raw bits come last, and go lowest
-        taken += PAIR ? 16 : 8;
+        taken += CODE == PAIR ? 16 : 8;
       }
       e[k] = f;
       at += taken;
@@ -187,13 +215,13 @@ struct Lane {
     }
   }
   // The next N entries, 1, 2 or 4: two fit into 32 bits wherever they start, so a window of 64 serves four.
-  template <bool PAIR, int N>
+  template <Code CODE, int N>
   __device__ __forceinline__ void entries(u32 e[N]) {
     // A call takes MOST bits or fewer, which lie in two pieces. Piece q is asked for when a call ends in piece q - 3,
     // at most MOST - 1 bits in, and wanted when one starts MOST - 1 bits before q or later: LAG calls are between,
     // or more, and each commits a group of copies.
-    constexpr int MOST = MOST_BITS(N, PAIR), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
-    constexpr bool KEPT = keeps_words(PLACE, PAIR);
+    constexpr int MOST = MOST_BITS(N, CODE == PAIR), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
+    constexpr bool KEPT = keeps_words(PLACE, CODE);
     const u32 before = at;
     if constexpr (PLACE == RING) wait_pieces<LAG>();
     u32 i = at >> 5, d = 0, f = 0, any, taken;
@@ -203,22 +231,22 @@ struct Lane {
     }
     const u32 low = KEPT ? a : word(i), high = KEPT ? b : word(i + 1);
     u32 x = __funnelshift_r(low, high, at);
-    e[0] = table[x & mask];
+    e[0] = entry<CODE>(x);
     any = taken = e[0];
     if (N >= 2) {
-      e[1] = table[__funnelshift_r(x, 0, e[0]) & mask];  // shifts look at five bits of the entry: its length
+      e[1] = entry<CODE>(__funnelshift_r(x, 0, e[0]));  // shifts look at five bits of the entry: its length
       any |= e[1];
       taken += e[1];
     }
     if (N == 4) {
       x = __funnelshift_r(x, __funnelshift_r(high, KEPT ? c : word(i + 2), at), taken);
-      e[2] = table[x & mask];
-      e[3] = table[__funnelshift_r(x, 0, e[2]) & mask];
+      e[2] = entry<CODE>(x);
+      e[3] = entry<CODE>(__funnelshift_r(x, 0, e[2]));
       any |= e[2] | e[3];
       taken += e[2] + e[3];
     }
-    if (any & ESCAPE) {  // 1 value of 500 or fewer
-      careful<PAIR, N>(e);
+    if (CODE != FEW && any & ESCAPE) {  // 1 value of 500 or fewer
+      careful<CODE, N>(e);
       if constexpr (KEPT) look();
     } else {
       if constexpr (KEPT) {
@@ -232,14 +260,14 @@ struct Lane {
     if constexpr (PLACE == RING) refill(before);
   }
   // V symbols as bytes.
-  template <bool PAIR>
+  template <Code CODE>
   __device__ __forceinline__ void symbols(u32 out[(V + 3) / 4]) {
-    constexpr int COUNT = PAIR ? V / 2 : V, N = COUNT < 4 ? COUNT : 4;
+    constexpr int COUNT = CODE == PAIR ? V / 2 : V, N = COUNT < 4 ? COUNT : 4;
     u32 e[N];
 #pragma unroll
     for (int k = 0; k < COUNT; k += N) {
-      entries<PAIR, N>(e);
-      if (PAIR) {
+      entries<CODE, N>(e);
+      if (CODE == PAIR) {
         if (N == 1) out[0] = e[0] >> 16;
         if (N >= 2) out[k / 2] = __byte_perm(e[0], e[N >= 2], 0x7632);
         if (N == 4) out[k / 2 + 1] = __byte_perm(e[N / 2], e[N - 1], 0x7632);
@@ -352,7 +380,8 @@ __device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const 
     a.mask = (1u << t.table_bits) - 1;
     a.end = (at + LANE_HEADER) * 8 + end;
     a.at = a.end - length;
-    if (keeps_words(PLACE, IS(PAIRS, p))) a.look();
+    if (code_of(p) == FEW) a.open_few();
+    if (keeps_words(PLACE, code_of(p))) a.look();
     at += took;
   }
   return true;
@@ -373,8 +402,9 @@ __device__ __forceinline__ bool overran(const Lane<PLACE> lanes[WORD], u32 modes
 // The plane is known when this is compiled: loops over planes are unrolled.
 template <Place PLACE>
 __device__ __forceinline__ void coded_symbols(int plane, Lane<PLACE>& lane, u32 out[NV]) {
-  if (IS(PAIRS, plane)) lane.symbols<true>(out);
-  else lane.symbols<false>(out);
+  if (code_of(plane) == PAIR) lane.template symbols<PAIR>(out);
+  else if (code_of(plane) == FEW) lane.template symbols<FEW>(out);
+  else lane.template symbols<SINGLE>(out);
 }
 
 // ---- staging ----
