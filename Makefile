@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-vllm mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck clean
+.PHONY: demo test test-vllm mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck racecheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -98,10 +98,16 @@ bench-gpu: $(VENV)/.extra-nvcomp $(VENV)/.extra-bench $(VENV)/.package
 	missed=0; for name in compile gpu_decode origin generate; do \
 	  $(BIN)/python -m benchmarks $$name --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
-# Needs a GPU and compute-sanitizer, of NVIDIA's toolkit: kernels must not touch what is not theirs, whatever the bytes.
+# These need a GPU and compute-sanitizer, of NVIDIA's toolkit: kernels must not touch what is not theirs, whatever the
+# bytes, nor what another thread may be writing.
+SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 1
+
 memcheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
-	  $(BIN)/python -m pytest tests/gpu/test_decode.py -k "mutations or understates or damage"
+	$(SANITIZER) --tool memcheck $(BIN)/python -m pytest tests/gpu/test_every_kernel.py
+	$(SANITIZER) --tool memcheck $(BIN)/python -m pytest tests/gpu/test_decode.py -k "mutations or understates or damage"
+
+racecheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
+	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest tests/gpu/test_every_kernel.py
 
 clean:
 	rm -rf build dist $(VENV) .venv-vllm fuzz/build

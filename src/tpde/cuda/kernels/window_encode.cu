@@ -132,7 +132,8 @@ __device__ __forceinline__ void plan_rows(const Matrix& m, u8* records, u64* cou
         if (8 * lane + i < EXPONENTS)
           for (u32 k = 0; k < COPIES; k++) c[i] += mine[count_at(k, 8 * lane + i)];
       }
-      const bool even = __shfl_sync(ALL, c[0], 0) != 0; // all have read when this is known
+      const bool even = __shfl_sync(ALL, c[0], 0) != 0;
+      __syncwarp(); // all have read
 #pragma unroll
       for (u32 i = 0; i < COPIES * EXPONENTS / 4; i += 32) ((uint4*)mine)[i + lane] = uint4{0, 0, 0, 0};
       const u32 clear = choose<false>(c, even, lane, xors), set = choose<true>(c, even, lane, xors + XORS);
