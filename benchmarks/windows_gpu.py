@@ -1,10 +1,10 @@
-"""Matrices encoded into the window layout on a GPU: what each step takes, and whether the bytes are right.
+"""Matrices encoded into the window layout on a GPU, and decoded: what that takes, and if bytes are right.
 
 Weights are `0.02 * normal`, rows scaled by `exp(0.3 * normal)`, in bf16. `plan` and `encode` are timed on the
 device from a cold cache; scratch memory is zeroed within `plan`. "Both" is their sum, "whole" the host's
 clock from the call to the end of all work, with reading the counts, choosing, and allocating. Of the last row
-all matrices are planned before the counts of all are read, as a model is packed. Rates are in 10^9 bytes of
-weights a second, medians after two runs to warm up.
+all matrices are planned before the counts of all are read, as a model is packed. "Rows" are decoded. Half of
+pruned weights are zeros. Rates are in 10^9 bytes of weights a second, medians after two runs to warm up.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, itself, medians
 from tpde.codec import window_plan
 from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
+from tpde.cuda.window_products import DeviceWindow
 
 TITLE, NEEDS_GPU = "Windows on a GPU", True
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (16384, 16384), (128256, 4096))
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+PRUNED = "the same, pruned"
 BAR = 1000  # GB/s of both steps, of the largest matrix
+ROWS_BARS = {"16384 x 16384": 2050, PRUNED: 1500}  # GB/s of `rows`, of 512 MiB on an H200
 
 
 class Packing:
@@ -70,6 +73,12 @@ class Packing:
         assert self._chosen is not None
         self._encoder.encode(self._chosen, self.scratch.data_ptr(), self.blob.data_ptr(), stream())
 
+    def rows(self, out: Any) -> None:
+        """Launch what decodes the blob."""
+        assert self._chosen is not None
+        window = DeviceWindow(self._chosen.window, self.blob.data_ptr(), out.device.index)
+        window.rows(out.data_ptr(), out.stride(0), stream())
+
 
 def pack(matrices: Sequence[Any]) -> list[Packing]:
     """Encode some matrices; the host waits once."""
@@ -86,16 +95,21 @@ def pack(matrices: Sequence[Any]) -> list[Packing]:
 
 
 def is_right(packing: Packing) -> bool:
-    """Whether the blob is the CPU's."""
+    """Whether the blob is the CPU's, and decodes to the matrix."""
     import torch
 
-    words = packing.matrix.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    expected = window_plan.encode(words, cores())
-    return np.array_equal(packing.blob.cpu().numpy(), expected)
+    out = torch.empty_like(packing.matrix)
+    packing.rows(out)
+    words = packing.matrix.contiguous().view(torch.int16)
+    expected = window_plan.encode(words.cpu().numpy().view(np.uint16), cores())
+    return torch.equal(out.view(torch.int16), words) and np.array_equal(packing.blob.cpu().numpy(), expected)
 
 
 def clocks(packings: Sequence[Packing], matrices: Sequence[Any], flush: Flush) -> dict[str, Any]:
     """What is timed, and how."""
+    import torch
+
+    outs = [torch.empty_like(it) for it in matrices]
 
     def plan() -> float:
         return flush.cold(lambda: [it.plan() for it in packings])
@@ -105,7 +119,11 @@ def clocks(packings: Sequence[Packing], matrices: Sequence[Any], flush: Flush) -
             it.choose(it.scratch[:COUNTS_BYTES].cpu())
         return flush.cold(lambda: [it.encode() for it in packings])
 
-    return {"plan": plan, "encode": encode, "whole": partial(flush.whole, partial(pack, matrices))}
+    def rows() -> float:
+        return flush.cold(lambda: [it.rows(out) for it, out in zip(packings, outs, strict=True)])
+
+    whole = partial(flush.whole, partial(pack, matrices))
+    return {"plan": plan, "encode": encode, "whole": whole, "rows": rows}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -118,21 +136,31 @@ def run(options: argparse.Namespace, page: Page) -> None:
     import torch
 
     flush, rows, right = Flush(), [], True
-    groups = [(f"{r} x {c}", [(r, c)]) for r, c in SHAPES] + [("a layer of 8 B", list(LAYER))]
-    for name, shapes in groups:
+    card = torch.cuda.get_device_name()
+    groups = [(f"{r} x {c}", [(r, c)]) for r, c in SHAPES]
+    largest = groups[-1][0]
+    groups[-1:-1] = [(PRUNED, [SHAPES[-2]])]
+    for name, shapes in [*groups, ("a layer of 8 B", list(LAYER))]:
         note(name)
         matrices = [on_device(*shape, torch.bfloat16) for shape in shapes]
+        if name == PRUNED:
+            for it in matrices:
+                it[torch.rand_like(it, dtype=torch.float32) < 0.5] = 0
         packings = pack(matrices)
         right &= all(map(is_right, packings))
         nbytes = 2 * sum(math.prod(it) for it in shapes)
         taken = medians(alternate(clocks(packings, matrices, flush), options.runs, warm=2, clock=itself))
-        seconds = [taken["plan"], taken["encode"], taken["plan"] + taken["encode"], taken["whole"]]
+        seconds = [taken["plan"], taken["encode"], taken["plan"] + taken["encode"]]
+        seconds += [taken["whole"], taken["rows"]]
         rates = [nbytes / it / 1e9 for it in seconds]
         bits = 8 * sum(it.blob.numel() for it in packings) / (nbytes / 2)
         rows.append([name, f"{nbytes / 1e6:.0f}", f"{bits:.3f}", *(f"{it:.0f}" for it in rates)])
-        if name == groups[-2][0]:
-            rows[-1][-2] += f" (bar {BAR}: {page.judge(rates[2] >= BAR, 'both')})"
+        if name == largest:
+            rows[-1][-3] += f" (bar {BAR}: {page.judge(rates[2] >= BAR, 'both')})"
+        if name in ROWS_BARS and "H200" in card:
+            bar = ROWS_BARS[name]
+            rows[-1][-1] += f" (bar {bar}: {page.judge(rates[-1] >= bar, f'rows, {name}')})"
     page.judge(right, "bytes")
     page.say(f"Medians of {options.runs} runs. Bytes: {'the same' if right else 'OTHERS'}.")
-    columns = ["matrix", "MB", "bits a weight", "plan, GB/s", "encode, GB/s", "both, GB/s", "whole, GB/s"]
-    page.table(columns, rows)
+    columns = ["plan", "encode", "both", "whole", "rows"]
+    page.table(["matrix", "MB", "bits a weight", *(f"{it}, GB/s" for it in columns)], rows)

@@ -77,13 +77,13 @@ class TestKernels:
         mib = 1 << 16
         layers = {"one": (256, 512)}
         small("gpu_decode", MIB=mib, SIDE=512, DISTINCT=16 * mib, MANY=2, LAYERS=layers)
-        options = ["--dtypes", "bf16", "E4M3", "--sizes", "4", "16", "512", "--runs", "1"]
+        options = ["--dtypes", "bf16", "E4M3", "bf16 pruned", "--sizes", "4", "16", "512", "--runs", "1"]
         bars, text = run(tmp_path, "gpu_decode", *options, "--plot", str(tmp_path / "plot.png"))
         assert not [what for what in bars if what.startswith("bits")]
         assert bars["bf16, 512 MiB, GB/s"] is False
         assert "bf16, 16 MiB alone, GB/s" in bars
         assert "2 x 1 MiB" in text
-        assert text.count("not installed") == 6
+        assert text.count("not installed") == 9
         assert "not measured" in text
 
     def test_wrong_bits(self, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
