@@ -53,6 +53,25 @@ def test_compiled_rows_of_many_columns(tmp_path: Path, monkeypatch: pytest.Monke
     assert generated(model, enforce_eager=False, **kernels("exact"), **MEMORY) == wanted
 
 
+@pytest.mark.parametrize("how", ["graphs", "eager", "exact"])
+def test_other_weights_for_a_model_that_serves(model: Path, how: str, tmp_path: Path) -> None:
+    """Those of a model that was started with them, in the memory that CUDA graphs read."""
+    if model.name == "experts":
+        other = save_experts(tmp_path / "other", seed=1)
+    else:
+        other = save_llama(tmp_path / "other", seed=1, scale=0.3, tied=model.name == "tied")
+    options = MEMORY | {"enforce_eager": how != "graphs"} | kernels("exact" if how == "exact" else "fused")
+    wanted = generated(other, **options)
+    llm = engine(model, **options)
+    first = generate(llm)
+    for at, expected in ((other, wanted), (model, first), (other, wanted)):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(at)})
+        llm.reset_prefix_cache()
+        assert generate(llm) == expected
+    assert first != wanted
+    close(llm)
+
+
 def test_fused_in_eager_mode(model: Path) -> None:
     wanted = generated(model, **MEMORY)
     found = generated(model, quantization="tpde", **MEMORY)

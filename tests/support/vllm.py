@@ -68,12 +68,12 @@ def save_llama(
     return directory
 
 
-def save_experts(directory: Path) -> Path:
+def save_experts(directory: Path, *, seed: int = 0) -> Path:
     """A Qwen3 mixture of eight experts, of which a token uses two."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         hidden_size=128,
         intermediate_size=256,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +16,12 @@ from support.models import torch
 from support.window_encoding import assert_same_blob, encode_on_host, encoding_on_host, guards, room
 from support.windows import MATRICES, weights
 
-from tpde.codec import window_stacks, windows
+from tpde.codec import window_plan, window_stacks, windows
 from tpde.cuda import window_encode
 from tpde.cuda.window_encode import Matrix, WindowEncoder
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import Corrupt, InvalidInput
-from tpde.weights import window_stacking
+from tpde.weights import window_stacking, windowing
 
 SHAPES = ((1, 1), (9, 40), (17, 5), (33, 70), (16, 256), (100, 384), (48, 1100), (1, 5000), (40, 264))
 
@@ -108,11 +112,16 @@ class OnDevice:
         self.data_ptr, self.stride = tensor.data_ptr, tensor.stride
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_matrices_that_are_encoded_together(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All launches before one wait: each blob is that of the matrix alone, in a stack that is valid."""
-    monkeypatch.setattr(window_stacking, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(window_stacking, "stream_handle", lambda device: 0)
+def on_a_device(words: np.ndarray) -> Any:
+    return OnDevice(torch.from_numpy(words.copy().view(np.int16)))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a device is the CPU's, at addresses that kernels take."""
+    for module in (windowing, window_stacking):
+        monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(module, "stream_handle", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=bool))
     empty = torch.empty
     monkeypatch.setattr(
@@ -122,10 +131,84 @@ def test_matrices_that_are_encoded_together(turned: bool, monkeypatch: pytest.Mo
             torch.from_numpy(room(size, 128, 0xA5)) if more.get("device") else empty(size, **more)
         ),
     )
+
+
+def assert_holds(blob: Any, window: windows.Window, words: np.ndarray) -> None:
+    """Compare what a blob with room to spare decodes to, by kernels and by the core, with words."""
+    tight = windowing.without_spare(blob, window).numpy()
+    assert windows.validate(tight).entries == window.entries
+    assert np.array_equal(windows.decode(tight), words)
+    out = np.zeros_like(words)
+    DeviceWindow(window, blob.data_ptr(), 0).rows(out.ctypes.data, words.shape[1], 0)
+    assert np.array_equal(out, words)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(("rows", "columns"), [(48, 1100), (33, 70), (1, 256)])
+@pytest.mark.parametrize("content", ["weights", "pruned"])
+def test_other_words_where_kernels_read(content: str, rows: int, columns: int) -> None:
+    """All that kernels were told stays: places, flag and table. What has no room changes nothing."""
+    first, other = (np.ascontiguousarray(MATRICES[content](rows + 5, columns)[at:][:rows]) for at in (0, 5))
+    made = windowing.encode(on_a_device(first), spare=True)
+    assert made is not None
+    tight = windowing.without_spare(made.blob, made.window)
+    assert_same_blob(tight.numpy(), first)
+    assert tight.numel() < made.blob.numel() == made.window.nbytes <= tight.numel() * 1.02 + 3000
+    for words in (other, first):
+        found = windowing.encode_again(on_a_device(words), made.window, made.blob)
+        assert found is not None
+        assert found._replace(entries=made.window.entries) == made.window
+        assert_holds(made.blob, found, words)
+    if rows > 1:
+        before = made.blob.clone()
+        every = MATRICES["every_word"](rows, columns)
+        assert windowing.encode_again(on_a_device(every), made.window, made.blob) is None
+        assert torch.equal(made.blob, before)
+
+
+@pytest.mark.usefixtures("launches")
+def test_other_experts_where_kernels_read() -> None:
+    first, other = ([weights(40 + at, 600)[at:] for at in range(low, low + 3)] for low in (0, 3))
+    made = window_stacking.encode_together([on_a_device(it) for it in first], spare=True)
+    tight = window_stacking.encode_together([on_a_device(it) for it in first])
+    assert made is not None
+    assert tight is not None
+    assert torch.equal(window_stacking.without_spare(made.blob, made.stack), tight.blob)
+    assert window_stacking.without_spare(tight.blob, tight.stack) is tight.blob
+    found = window_stacking.encode_again([on_a_device(it) for it in other], made.stack, made.blob)
+    assert found is not None
+    assert found.starts == made.stack.starts
+    for window, at, words in zip(found.windows, found.starts, other, strict=True):
+        assert_holds(made.blob[at : at + window.nbytes], window, words)
+    every = [on_a_device(MATRICES["every_word"](40, 600))] * 3
+    assert window_stacking.encode_again(every, found, made.blob) is None
+
+
+def test_which_entries_say_an_xor() -> None:
+    """The fewest that there are, of any table: brute force over all sets of up to three."""
+    table = bytes(sorted({1, 2, 4, 8, 16, 32, 64} | {3, 5, 6, 7, 9, 10, 57, 58, 122}))
+    said = window_plan.said_by(table)
+    assert said[0] == 0
+    fewest: dict[int, int] = {}
+    for size in range(1, 4):
+        for chosen in itertools.combinations(table, size):
+            fewest.setdefault(functools.reduce(operator.xor, chosen), size)
+    fewest.pop(0)
+    assert len(fewest) > 100
+    for xor in range(1, 128):
+        entries = [one for index, one in enumerate(table) if said[xor] >> index & 1]
+        assert functools.reduce(operator.xor, entries) == xor
+        assert len(entries) == fewest.get(xor, len(entries))
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("turned", [False, True])
+def test_matrices_that_are_encoded_together(turned: bool) -> None:
+    """All launches before one wait: each blob is that of the matrix alone, in a stack that is valid."""
     for rows, columns in ((1, 1), (40, 70), (33, 600)):
         matrices = [MATRICES[it](rows, columns) for it in ("weights", "escapes", "pruned", "every_word")]
-        plain = [torch.from_numpy(np.ascontiguousarray(it).view(np.int16)) for it in matrices]
-        made = window_stacking.encode_together([OnDevice(it) for it in plain], turned=turned)
+        plain = [torch.from_numpy(it.copy().view(np.int16)) for it in matrices]
+        made = window_stacking.encode_together([on_a_device(it) for it in matrices], turned=turned)
         assert made is not None
         blob = made.blob.numpy()
         assert window_stacks.validate(blob) == made.stack

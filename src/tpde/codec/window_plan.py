@@ -60,6 +60,28 @@ def choose(rows: int, columns: int, counts: _Counts) -> tuple[Window, Words]:
     return from_core(made), said
 
 
+def said_by(table: bytes) -> Words:
+    """Which entries of a table say each XOR: the fewest that there are (windows.md 4.2).
+
+    Parameters
+    ----------
+    table : bytes
+        The 16 XORs.
+
+    Returns
+    -------
+    ndarray of uint16, shape (128,)
+        Bits of their indices.
+    """
+    said, reached = np.zeros(128, np.uint16), [0]
+    for xor in reached:  # which grows: those of one entry, of two, and so on
+        for index, one in enumerate(table):
+            if (other := xor ^ one) and not said[other]:
+                said[other] = said[xor] | 1 << index
+                reached.append(other)
+    return said
+
+
 class WindowPlan:
     """The windows of a matrix, chosen; it is encoded next, or refused for its size.
 

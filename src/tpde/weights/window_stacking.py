@@ -12,6 +12,7 @@ from tpde.codec import window_plan, windows
 from tpde.codec.window_stacks import HEAD_BYTES, Stack, head, stacked
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
+from tpde.weights import windowing
 from tpde.weights.launch import on_device, stream_handle
 
 
@@ -22,7 +23,9 @@ class EncodedStack(NamedTuple):
     stack: Stack
 
 
-def encode_together(matrices: Sequence[Tensor], *, turned: bool = False) -> EncodedStack | None:
+def encode_together(
+    matrices: Sequence[Tensor], *, turned: bool = False, spare: bool = False
+) -> EncodedStack | None:
     """Matrices of one shape as a stack of window blobs, on their device.
 
     Parameters
@@ -31,6 +34,8 @@ def encode_together(matrices: Sequence[Tensor], *, turned: bool = False) -> Enco
         Each as `tpde.weights.windowing.encode` takes it.
     turned : bool
         What the stack says of them.
+    spare : bool
+        On a GPU, leave room for more entries of each: as `tpde.weights.windowing.encode`.
 
     Returns
     -------
@@ -44,8 +49,9 @@ def encode_together(matrices: Sequence[Tensor], *, turned: bool = False) -> Enco
     """
     try:
         windows.sections(*matrices[0].shape)
-        work = _together_on_gpu if matrices[0].is_cuda else _together_on_host
-        return work(matrices, turned)
+        if matrices[0].is_cuda:
+            return _together_on_gpu(matrices, turned, spare)
+        return _together_on_host(matrices, turned)
     except InvalidInput:
         return None
 
@@ -64,7 +70,30 @@ def _together_on_host(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
     return EncodedStack(blob, stacked(found, turned))
 
 
-def _together_on_gpu(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
+def without_spare(blob: Tensor, stack: Stack) -> Tensor:
+    """The bytes of a stack as others read it."""
+    both = zip(stack.windows, stack.starts, strict=True)
+    parts = [windowing.without_spare(blob[at : at + it.nbytes], it) for it, at in both]
+    if all(part.numel() == it.nbytes for part, it in zip(parts, stack.windows, strict=True)):
+        return blob
+    return torch.cat([blob[:HEAD_BYTES], *parts])
+
+
+def encode_again(matrices: Sequence[Tensor], stack: Stack, blob: Tensor) -> Stack | None:
+    """Put other matrices where a stack's are: as `tpde.weights.windowing.encode_again`.
+
+    None if there is no room for the escapes of one: those before it have changed.
+    """
+    found = []
+    for matrix, window, at in zip(matrices, stack.windows, stack.starts, strict=True):
+        made = windowing.encode_again(matrix, window, blob[at : at + window.nbytes])
+        if made is None:
+            return None
+        found.append(made)
+    return stack._replace(windows=tuple(found))
+
+
+def _together_on_gpu(matrices: Sequence[Tensor], turned: bool, spare: bool) -> EncodedStack:
     from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, SCRATCH_AT, Matrix, WindowEncoder
 
     device = matrices[0].device
@@ -82,6 +111,8 @@ def _together_on_gpu(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
             encoder.plan(place, stream)
         counts = scratch[:, :COUNTS_BYTES].cpu().numpy()
         chosen = [encoder.choose(it) for encoder, it in zip(encoders, counts, strict=True)]
+        if spare:
+            chosen = [it._replace(window=windowing.with_spare(it.window)) for it in chosen]
         said = torch.stack([torch.from_numpy(it.said) for it in chosen]).to(device)
         scratch[:, SAID_AT : SAID_AT + said.shape[1]].copy_(said)
         stack = stacked([it.window for it in chosen], turned)

@@ -103,10 +103,20 @@ class Windowed(WindowSource):
 
     @classmethod
     def of_plain(
-        cls, matrix: Tensor, name: str, most: float, room: Tensor | None = None, *, prepared: bool = True
+        cls,
+        matrix: Tensor,
+        name: str,
+        most: float,
+        room: Tensor | None = None,
+        *,
+        prepared: bool = True,
+        spare: bool = False,
     ) -> Windowed | None:
-        """A contiguous bf16 matrix in the window layout, on its device, or in `room`: as `of`."""
-        made = windowing.encode(matrix, int(most * matrix.nbytes), room)
+        """A contiguous bf16 matrix in the window layout, on its device, or in `room`: as `of`.
+
+        With `spare`, there is room for `renew`.
+        """
+        made = windowing.encode(matrix, int(most * matrix.nbytes), room, spare=spare)
         return None if made is None else cls(made.blob, name, made.window, prepared=prepared)
 
     def _place(self, blob: Tensor) -> None:
@@ -137,6 +147,23 @@ class Windowed(WindowSource):
             raise self.cannot_hold()
         return Windowed(made.blob, self.name, made.window, prepared=self._prepared)
 
+    def renew(self, plain: Tensor) -> bool:
+        """Take another matrix of the same shape in the same memory, where CUDA graphs go on reading it.
+
+        False if there is no room for its escapes, and nothing was changed.
+        """
+        assert self._there is not None
+        made = windowing.encode_again(plain, self.window, self._blob)
+        if made is None:
+            return False
+        self.window = made
+        self.version += 1
+        return True
+
+    def pickled(self) -> Tensor:
+        """The bytes in the window layout: see `Source.pickled`."""
+        return windowing.without_spare(super().pickled(), self.window)
+
     # ---- decoding ----
 
     def _decode(self, out: Tensor, first: int, end: int) -> None:
@@ -150,7 +177,8 @@ class Windowed(WindowSource):
 
     def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
         """Decode bytes `begin` to `end` with the CPU core: see `Source.decode_on_host`."""
-        row, blob, threads = 2 * self._columns, self._blob.cpu().numpy(), default_threads()
+        row, threads = 2 * self._columns, default_threads()
+        blob = windowing.without_spare(self._blob, self.window).cpu().numpy()
         first, last = begin // row, -(-end // row)
         whole = end - begin == (last - first) * row and out.ctypes.data % 2 == 0
         if whole and out.flags.c_contiguous:  # no room for a second one is taken

@@ -15,7 +15,7 @@ from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
-from tpde.weights import window_stacking
+from tpde.weights import window_stacking, windowing
 from tpde.weights.launch import on_device, stream_handle, upload
 from tpde.weights.source import Source, decoded
 from tpde.weights.windows_source import WindowSource
@@ -78,10 +78,15 @@ class WindowedExperts(WindowSource):
         return cls.of_plain(decoded(source), source.name, most, turned)
 
     @classmethod
-    def of_plain(cls, weight: Tensor, name: str, most: float, turned: bool) -> WindowedExperts | None:
-        """A contiguous bf16 tensor in the window layout, on its device: as `of`."""
+    def of_plain(
+        cls, weight: Tensor, name: str, most: float, turned: bool, *, spare: bool = False
+    ) -> WindowedExperts | None:
+        """A contiguous bf16 tensor in the window layout, on its device: as `of`.
+
+        With `spare`, there is room for `renew`.
+        """
         taken = weight.transpose(1, 2).contiguous() if turned else weight
-        made = window_stacking.encode_together(taken.detach().unbind(), turned=turned)
+        made = window_stacking.encode_together(taken.detach().unbind(), turned=turned, spare=spare)
         if made is None or made.blob.numel() > most * weight.nbytes:
             return None
         return cls(made.blob, name, made.stack)
@@ -116,6 +121,23 @@ class WindowedExperts(WindowSource):
             raise self.cannot_hold()
         return made
 
+    def renew(self, plain: Tensor) -> bool:
+        """Take another tensor of the same shape in the same memory, where CUDA graphs go on reading it.
+
+        False if there is no room for the escapes of an expert. Those before it have changed.
+        """
+        assert not self.stack.turned
+        made = window_stacking.encode_again(plain.unbind(), self.stack, self._blob)
+        if made is None:
+            return False
+        self.stack = made
+        self.version += 1
+        return True
+
+    def pickled(self) -> Tensor:
+        """The bytes in the window layout: see `Source.pickled`."""
+        return window_stacking.without_spare(super().pickled(), self.stack)
+
     # ---- decoding ----
 
     def _decode(self, out: Tensor, first: int, end: int) -> None:
@@ -137,7 +159,8 @@ class WindowedExperts(WindowSource):
 
     def _expert_on_host(self, data: Bytes, number: int, low: int, high: int) -> Bytes:
         """Bytes `low` to `high` of an expert: of one that is turned, all of it is decoded."""
-        threads, blob = default_threads(), self.stack.blob(data, number)
+        threads, window = default_threads(), self.stack.windows[number]
+        blob = windowing.without_spare(torch.from_numpy(self.stack.blob(data, number)), window).numpy()
         if self.stack.turned:
             whole = windows.decode(blob, threads=threads)
             return np.ascontiguousarray(whole.T).reshape(-1).view(np.uint8)[low:high]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tpde.codec import window_plan, windows
-from tpde.codec.windows import Window
+from tpde.codec.native import Bytes
+from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
+from tpde.format.blob_header import align
 from tpde.weights.launch import on_device, stream_handle, upload
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ALIGN = 128  # of sections, windows.md 5.2
+_SPARE = 1024  # entries
 
 
 class EncodedWindow(NamedTuple):
@@ -21,7 +31,9 @@ class EncodedWindow(NamedTuple):
     window: Window
 
 
-def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) -> EncodedWindow | None:
+def encode(
+    matrix: Tensor, most: int | None = None, room: Tensor | None = None, *, spare: bool = False
+) -> EncodedWindow | None:
     """A matrix as a window blob (docs/windows.md), on its device.
 
     Parameters
@@ -33,6 +45,9 @@ def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) 
     room : torch.Tensor, optional
         Bytes at whose start the blob is put; on another device, it is copied there. By default, it has memory
         of its own.
+    spare : bool
+        On a GPU, leave room for more entries, so that `encode_again` can put other words there. Such a blob
+        is none that others read: its bodies do not follow its entries.
 
     Returns
     -------
@@ -49,7 +64,7 @@ def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) 
     here = room if room is None or room.device == matrix.device else None
     try:
         windows.sections(*matrix.shape)
-        made = _on_gpu(matrix, most, here) if matrix.is_cuda else _on_host(matrix, most, here)
+        made = _on_gpu(matrix, most, here, spare) if matrix.is_cuda else _on_host(matrix, most, here)
     except InvalidInput:  # empty, or escapes so many that 32 bits do not count them
         return None
     if made is None or room is here or room is None:
@@ -71,24 +86,93 @@ def _on_host(matrix: Tensor, most: int | None, room: Tensor | None) -> EncodedWi
     return EncodedWindow(blob, windows.header(blob.numpy()))
 
 
-def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None) -> EncodedWindow | None:
-    from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Matrix, WindowEncoder
+def with_spare(window: Window) -> Window:
+    """The same with room for a quarter more entries, and some: fine-tunes have about as many."""
+    spare = align(2 * (window.entries // 4 + _SPARE), _ALIGN)
+    return window._replace(bodies_at=window.bodies_at + spare, nbytes=window.nbytes + spare)
 
-    assert matrix.device.index is not None
-    device = matrix.device
-    rows, columns = matrix.shape
-    encoder = WindowEncoder(Matrix(matrix.data_ptr(), rows, columns, matrix.stride(0)), device.index)
-    with on_device(device):
-        stream = stream_handle(device)
-        scratch = torch.zeros(encoder.scratch_bytes, dtype=torch.uint8, device=device)
-        encoder.plan(scratch.data_ptr(), stream)
-        chosen = encoder.choose(scratch[:COUNTS_BYTES].cpu().numpy())
+
+def without_spare(blob: Tensor, window: Window) -> Tensor:
+    """The bytes of a blob as others read it."""
+    usual = windows.sections(window.rows, window.columns, window.entries)
+    if usual.bodies_at == window.bodies_at:
+        return blob
+    return torch.cat([blob[: usual.bodies_at], blob[window.bodies_at : window.nbytes]])
+
+
+def encode_again(matrix: Tensor, window: Window, blob: Tensor) -> Window | None:
+    """Put another matrix of the same shape where a blob is, on a GPU: all that kernels were told stays.
+
+    Parameters
+    ----------
+    matrix : torch.Tensor
+        As `encode` takes it.
+    window : Window
+        What the blob holds, which `encode` made with room to spare.
+    blob : torch.Tensor
+        Its bytes.
+
+    Returns
+    -------
+    Window or None
+        What it holds then; None if there is no room for the escapes, and nothing was changed.
+
+    Notes
+    -----
+    Flag and table are the blob's, so that there may be more entries than a blob of its own would have.
+    """
+    with _Launches(matrix) as launches:
+        counts = launches.counts().view(np.uint64).reshape(2, 128)[window.flags & FLAG_ZERO]
+        said = window_plan.said_by(window.table)
+        entries = sum(int(it) * int(bits).bit_count() for it, bits in zip(counts, said, strict=True))
+        if 2 * entries > window.bodies_at - window.entries_at:
+            return None
+        found = window._replace(entries=entries)
+        launches.encode(ChosenWindow(found, said.view(np.uint8)), blob)
+    return found
+
+
+class _Launches:
+    """What encodes a matrix on its GPU, on the current stream; at the end, the host waits for all of it."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        assert matrix.device.index is not None
+        self._matrix, self._device = matrix, matrix.device
+        rows, columns = matrix.shape
+        at = Matrix(matrix.data_ptr(), rows, columns, matrix.stride(0))
+        self.encoder = WindowEncoder(at, matrix.device.index)
+        self._on = on_device(self._device)
+
+    def __enter__(self) -> Self:
+        self._on.__enter__()
+        self._stream = stream_handle(self._device)
+        self._scratch = torch.zeros(self.encoder.scratch_bytes, dtype=torch.uint8, device=self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # A product may start while what comes before it in the stream ends, and reads the matrix at once.
+        torch.cuda.current_stream(self._device).synchronize()
+        self._on.__exit__(None, None, None)
+
+    def counts(self) -> Bytes:
+        """How many escapes have each XOR."""
+        self.encoder.plan(self._scratch.data_ptr(), self._stream)
+        return self._scratch[:COUNTS_BYTES].cpu().numpy()
+
+    def encode(self, chosen: ChosenWindow, blob: Tensor) -> None:
+        """Write the blob."""
+        said = upload(chosen.said, self._device)
+        self._scratch[SAID_AT : SAID_AT + said.numel()].copy_(said)
+        self.encoder.encode(chosen, self._scratch.data_ptr(), blob.data_ptr(), self._stream)
+
+
+def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None, spare: bool) -> EncodedWindow | None:
+    with _Launches(matrix) as launches:
+        chosen = launches.encoder.choose(launches.counts())
+        if spare:
+            chosen = chosen._replace(window=with_spare(chosen.window))
         if most is not None and chosen.window.nbytes > most:
             return None
-        said = upload(chosen.said, device)
-        scratch[SAID_AT : SAID_AT + said.numel()].copy_(said)
-        blob = _blob(chosen.window.nbytes, device, room)
-        encoder.encode(chosen, scratch.data_ptr(), blob.data_ptr(), stream)
-        # A product may start while what comes before it in the stream ends, and reads the matrix at once.
-        torch.cuda.current_stream(device).synchronize()
+        blob = _blob(chosen.window.nbytes, matrix.device, room)
+        launches.encode(chosen, blob)
     return EncodedWindow(blob, chosen.window)

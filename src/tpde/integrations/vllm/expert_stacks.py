@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tpde.format.blob_header import align
-from tpde.integrations.vllm.weights import BlobParameter, give_handle
+from tpde.integrations.vllm import internals
+from tpde.integrations.vllm.weights import BlobParameter, give_handle, replace
 from tpde.weights.launch import capturing
 from tpde.weights.source import ALIGN
 
@@ -82,8 +83,17 @@ class ExpertStack:
         self._layer, self._room, self._begin = weakref.ref(layer), room, begin
         room.reserve(self.end)
         packed.prepare()
-        setattr(layer, name, BlobParameter.of(packed))
-        give_handle(self, layer, self.handle, packed.device)
+        self._name, self._parameter = name, BlobParameter.of(packed)
+        setattr(layer, name, self._parameter)
+        self._buffer = give_handle(self, layer, self.handle, packed.device)
+        self._recorded = internals.records_graphs()
+
+    def reload(self, layer: Any, matrices: Tensor) -> None:
+        """Take other values, and put the layer's own tensors back: as `Weight.reload`."""
+        replace(self.packed, matrices, self._parameter, self._recorded)
+        self.packed.prepare()
+        setattr(layer, self._name, self._parameter)
+        layer.register_buffer(self.handle, self._buffer, persistent=False)
 
     def chosen(self, ids: Tensor | None) -> list[int] | None:
         """Which of the experts a router chose, ascending; None is all.

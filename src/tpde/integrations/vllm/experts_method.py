@@ -79,7 +79,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if self._stacks is not None:
             if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
-                raise refusals.no_reload(self._name)
+                self._reload(layer)  # vLLM took the layer apart, and loaded it anew
             return
         loaders = {name: getattr(layer.get_parameter(name), "weight_loader", None) for name in NAMES}
         self._plain.process_weights_after_loading(layer)
@@ -93,7 +93,8 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 self._report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
                 continue
             matrices = weight.view(len(weight), -1, weight.shape[-1])
-            packed = hold(self._report, matrices, f"{self._name}.{name}")
+            spare = internals.records_graphs()
+            packed = hold(self._report, matrices, f"{self._name}.{name}", spare=spare)
             if packed is not None:
                 self._stacks[name] = ExpertStack(layer, name, packed, self._room, end)
                 end = self._stacks[name].end
@@ -101,6 +102,16 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.get_parameter(name).weight_loader = loader
         self._report.room_bytes = self._room.nbytes
         self._choose(layer)
+
+    def _reload(self, layer: Any) -> None:
+        """Take the weights that the layer has now, plain ones again."""
+        assert self._stacks is not None
+        if internals.prepares_weights():
+            raise refusals.no_reload(self._name)
+        self._plain.process_weights_after_loading(layer)
+        for name, it in self._stacks.items():
+            weight = layer.get_parameter(name).detach()
+            it.reload(layer, weight.contiguous().view(len(weight), -1, weight.shape[-1]))
 
     def _choose(self, layer: Any) -> None:
         """Settle whether few rows are multiplied from windows, and say why not."""

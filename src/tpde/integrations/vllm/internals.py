@@ -45,6 +45,7 @@ RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
     "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
     "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
+    "config.CompilationConfig.cudagraph_mode": "other weights for a model that serves",
     "config.get_current_vllm_config_or_none": "what the KV cache has room for",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
@@ -160,6 +161,11 @@ def quantizes_again() -> bool:
     return get_current_vllm_config().model_config.quantization_config is not None
 
 
+def records_graphs() -> bool:
+    """Whether steps are recorded in CUDA graphs, which go on reading the memory that kernels were told of."""
+    return bool(get_current_vllm_config().compilation_config.cudagraph_mode.value)
+
+
 def is_batch_invariant() -> bool:
     """Whether results are not to depend on the batch, as `VLLM_BATCH_INVARIANT=1` asks for."""
     return bool(envs.VLLM_BATCH_INVARIANT)
@@ -168,7 +174,7 @@ def is_batch_invariant() -> bool:
 def prepares_weights() -> bool:
     """Whether plain weights are rearranged for the matrix library, and the compiler does not see products.
 
-    So it is on the CPU.
+    So it is on the CPU. Experts that are loaded again, plain ones too, vLLM 0.32 does not rearrange there.
     """
     return bool(current_platform.is_cpu())
 

@@ -66,16 +66,18 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if (before := layer.__dict__.get("tpde")) is not None:
-            if HANDLE not in layer._buffers or (
-                before.packed is not None and layer.weight.dtype != torch.uint8
-            ):
+            if HANDLE not in layer._buffers:  # vLLM took the layer apart, and loaded it anew
+                before.reload(layer)
+                return
+            if before.packed is not None and layer.weight.dtype != torch.uint8:
                 raise refusals.no_reload(self._name)
             self._report.tell()
             return
         weight: Tensor = layer.weight
         layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
-        packed = hold(self._report, weight.detach().contiguous(), self._name)
+        spare = mover is None and internals.records_graphs()
+        packed = hold(self._report, weight.detach().contiguous(), self._name, spare=spare)
         if mover is not None:
             self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
         if packed is not None and mover is not None:

@@ -96,6 +96,16 @@ def can_pack_experts() -> bool:
     return False
 
 
+def no_room(name: str) -> PackedWeight:
+    """The refusal to take other values for a weight that CUDA graphs read."""
+    return PackedWeight(
+        f"`{name}` cannot take other values where CUDA graphs read it: it is not in the window layout, or "
+        "has no room for them",
+        hint="start vLLM with the new weights, or with `--enforce-eager`",
+        where=name,
+    )
+
+
 def no_reload(name: str) -> PackedWeight:
     """The refusal to take other values for a weight that serves already."""
     return PackedWeight(

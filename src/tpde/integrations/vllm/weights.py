@@ -30,11 +30,11 @@ _just_packed: weakref.WeakSet[OffloadedWeight] = weakref.WeakSet()  # the last o
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
 
 
-def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
+def hold(report: LoadReport, plain: Tensor, name: str, *, spare: bool = False) -> PackedTensor | None:
     """A contiguous tensor, packed on its device; None if it stays plain, which is told.
 
     With fused kernels, bf16 matrices, and those of experts in three dimensions, go to the window layout where
-    that pays, and others to prefix codes.
+    that pays, and others to prefix codes. With `spare`, matrices there can be renewed.
     """
     if not plain.is_floating_point():
         report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
@@ -44,7 +44,7 @@ def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
         return None
     packed, kind = None, "in windows"
     if report.kernels == "fused" and plain.dtype is torch.bfloat16:
-        packed = _in_windows(plain, name)
+        packed = _in_windows(plain, name, spare)
     if packed is None:
         packed, kind = pack_tensor(plain, name), "in prefix codes"
     if packed is None:
@@ -54,12 +54,12 @@ def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
     return packed
 
 
-def _in_windows(plain: Tensor, name: str) -> PackedTensor | None:
+def _in_windows(plain: Tensor, name: str, spare: bool) -> PackedTensor | None:
     made: WindowSource | None = None
     if plain.dim() == 2:
-        made = Windowed.of_plain(plain, name, MOST_SHARE, prepared=False)
+        made = Windowed.of_plain(plain, name, MOST_SHARE, prepared=False, spare=spare)
     elif plain.dim() == 3:
-        made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False)
+        made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False, spare=spare)
     return None if made is None else PackedTensor(made)
 
 
@@ -102,15 +102,33 @@ class Weight:
     def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
         self._layer, self._method, self.packed = weakref.ref(layer), method, packed
         self._in_parts, self._prepared = internals.is_batch_invariant(), False
-        give_handle(self, layer, HANDLE, layer.weight.device)
+        self._recorded = internals.records_graphs()
+        self._handle = give_handle(self, layer, HANDLE, layer.weight.device)
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
             self._place(layer, packed)
 
     def _place(self, layer: Any, packed: PackedTensor) -> None:
-        layer.weight = BlobParameter.of(packed)
+        layer.weight = self._parameter = BlobParameter.of(packed)
         packed.prepare()
+
+    def reload(self, layer: Any) -> None:
+        """Take what `layer.weight` is now, a plain tensor again, and put the layer's own tensors back.
+
+        Where CUDA graphs were recorded, which go on reading the same memory, that is written to.
+
+        Raises
+        ------
+        PackedWeight
+            If it cannot take it.
+        """
+        layer.register_buffer(HANDLE, self._handle, persistent=False)
+        if self.packed is None:
+            self._method.process_weights_after_loading(layer)
+            return
+        replace(self.packed, layer.weight.detach().contiguous(), self._parameter, self._recorded)
+        layer.weight, self._prepared = self._parameter, False
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ W.T + bias`."""
@@ -195,6 +213,26 @@ class OffloadedWeight(Weight):
         return super().rows(ids)
 
 
+def replace(packed: PackedTensor, plain: Tensor, parameter: BlobParameter, recorded: bool) -> None:
+    """Have a packed weight, and a layer's parameter with its bytes, hold other values.
+
+    Raises
+    ------
+    PackedWeight
+        If they cannot be packed so, or `recorded` and not in the same memory.
+    """
+    source, report = packed.sources[0], LoadReport("fused" if packed.multiplies else "exact")
+    if recorded:
+        if not isinstance(source, (Windowed, WindowedExperts)) or not source.renew(plain):
+            raise refusals.no_room(packed.name)
+        return
+    made = hold(report, plain, packed.name)
+    if made is None:
+        raise refusals.no_reload(packed.name)
+    packed.replace({source: made.sources[0]})
+    parameter.data = made.sources[0].memory
+
+
 def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` straight from windows, however many rows x has: no row's bits depend on the others."""
     rows = x.reshape(-1, x.shape[-1])
@@ -205,11 +243,12 @@ def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Te
     return made.view(*x.shape[:-1], -1)
 
 
-def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> None:
+def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> Tensor:
     """Give a layer a buffer that stands for something held, as long as both live."""
     handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=device)
     layer.register_buffer(name, handle, persistent=False)
     _held[handle.data_ptr()] = held
+    return handle
 
 
 def held_by(handle: Tensor) -> Any:
