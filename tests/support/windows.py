@@ -61,5 +61,5 @@ def _of(content: str) -> Callable[[int, int], Words]:
 
 MATRICES: dict[str, Callable[[int, int], Words]] = {
     **{f.__name__: f for f in (weights, pruned, every_word, escapes, edges)},
-    **{name: _of(name) for name in CONTENTS if name != "normal"},
+    **{name: _of(name) for name in CONTENTS if name not in ("normal", "pruned")},
 }

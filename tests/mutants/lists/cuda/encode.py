@@ -157,4 +157,28 @@ MUTANTS = (
         "the last 64 bytes go with another secret",
         "unit/test_digest_kernels.py",
     ),
+    mutant(
+        "no-room-for-more-entries-is-left",
+        "weights/windowing.py",
+        "spare = align(2 * (window.entries // 4 + _SPARE), _ALIGN)",
+        "spare = 0",
+        "other weights have no room where CUDA graphs read them",
+        "unit/test_window_kernels.py",
+    ),
+    mutant(
+        "entries-are-written-over-bodies",
+        "weights/windowing.py",
+        "if 2 * entries > window.bodies_at - window.entries_at:",
+        "if 2 * entries > window.nbytes:",
+        "weights that need more entries than there is room for are others",
+        "unit/test_window_kernels.py",
+    ),
+    mutant(
+        "xors-of-one-entry-alone",
+        "codec/window_plan.py",
+        "                reached.append(other)\n",
+        "",
+        "escapes of most XORs are lost when weights are loaded again",
+        "unit/test_window_kernels.py",
+    ),
 )
