@@ -150,7 +150,7 @@ def test_layers_that_stay_plain_are_moved_all_the_same(
     from tpde.integrations.vllm import linear_method
     from tpde.integrations.vllm.report import LoadReport
 
-    monkeypatch.setattr(linear_method, "hold", lambda *_: None)
+    monkeypatch.setattr(linear_method, "hold", lambda *_, **__: None)
     report = LoadReport("fused")
     layer(offloading, report, 0)  # which would refuse the model
     assert report.any_on_host
@@ -253,3 +253,13 @@ def test_offloading_that_does_not_work(
         return
     with pytest.raises(InvalidInput, match=text):
         refusals.check()
+
+
+def test_other_values_are_refused(offloading: list[Any]) -> None:
+    """vLLM may be copying a layer while it would be written."""
+    from tpde.errors import PackedWeight
+    from tpde.integrations.vllm.report import LoadReport
+
+    made, *_ = layer(offloading, LoadReport("fused"), 0)
+    with pytest.raises(PackedWeight, match="is packed, and serves"):
+        made.__dict__["tpde"].reload(made)

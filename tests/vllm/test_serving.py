@@ -129,9 +129,9 @@ def test_kernels_are_compiled_while_weights_are_read(models: Models, monkeypatch
     begun: set[tuple[int, ...]] = set()
     when_first_packed: list[set[tuple[int, ...]]] = []
 
-    def hold(*args: Any) -> Any:
+    def hold(*args: Any, **options: Any) -> Any:
         when_first_packed.append(set(begun))
-        return weights.hold(*args)
+        return weights.hold(*args, **options)
 
     monkeypatch.setattr(window_products, "compile_ahead", lambda *shape: begun.add(shape))
     monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
@@ -145,8 +145,8 @@ def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch)
     """They run beside packed ones."""
     from tpde.integrations.vllm import linear_method, weights
 
-    def some(report: Any, plain: Any, name: str) -> Any:
-        return None if "layers.0" in name else weights.hold(report, plain, name)
+    def some(report: Any, plain: Any, name: str, **options: Any) -> Any:
+        return None if "layers.0" in name else weights.hold(report, plain, name, **options)
 
     wanted = generated(models["llama"])
     monkeypatch.setattr(linear_method, "hold", some)

@@ -42,8 +42,8 @@ def test_compiled_products_are_those_of_plain_weights(
 
     from tpde.integrations.vllm import internals, linear_method, weights
 
-    def some(report: Any, plain: Any, name: str) -> Any:
-        return None if "layers.0" in name else weights.hold(report, plain, name)
+    def some(report: Any, plain: Any, name: str, **options: Any) -> Any:
+        return None if "layers.0" in name else weights.hold(report, plain, name, **options)
 
     multiplied, decoded = set[str](), set[str]()
     product, matrix = weights.Weight.product, weights.Weight.decoded

@@ -91,7 +91,6 @@ class ExpertStack:
     def reload(self, layer: Any, matrices: Tensor) -> None:
         """Take other values, and put the layer's own tensors back: as `Weight.reload`."""
         replace(self.packed, matrices, self._parameter, self._recorded)
-        self.packed.prepare()
         setattr(layer, self._name, self._parameter)
         layer.register_buffer(self.handle, self._buffer, persistent=False)
 

@@ -46,7 +46,7 @@ RELIED_ON = {
     "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
     "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
     "config.CompilationConfig.cudagraph_mode": "other weights for a model that serves",
-    "config.get_current_vllm_config_or_none": "what the KV cache has room for",
+    "config.get_current_vllm_config_or_none": "what the KV cache has room for, and CUDA graphs",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
     "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
@@ -163,7 +163,8 @@ def quantizes_again() -> bool:
 
 def records_graphs() -> bool:
     """Whether steps are recorded in CUDA graphs, which go on reading the memory that kernels were told of."""
-    return bool(get_current_vllm_config().compilation_config.cudagraph_mode.value)
+    config: Any = get_current_vllm_config_or_none()
+    return config is not None and bool(config.compilation_config.cudagraph_mode.value)
 
 
 def is_batch_invariant() -> bool:

@@ -197,6 +197,11 @@ class OffloadedWeight(Weight):
             self.packed.prepare()
             self._at = buffer.data_ptr()
 
+    def reload(self, layer: Any) -> None:
+        """Refuse it: layers may be on their way while it is written."""
+        assert self.packed is not None
+        raise refusals.no_reload(self.packed.name)
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ W.T + bias`."""
         self._follow()
@@ -225,11 +230,13 @@ def replace(packed: PackedTensor, plain: Tensor, parameter: BlobParameter, recor
     if recorded:
         if not isinstance(source, (Windowed, WindowedExperts)) or not source.renew(plain):
             raise refusals.no_room(packed.name)
+        packed.refresh()
         return
     made = hold(report, plain, packed.name)
     if made is None:
         raise refusals.no_reload(packed.name)
     packed.replace({source: made.sources[0]})
+    packed.prepare()
     parameter.data = made.sources[0].memory
 
 
