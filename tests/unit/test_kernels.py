@@ -143,7 +143,7 @@ def test_encoding_compiles_without_spills(kind: str, arch: str) -> None:
     word, rotate, coded, pairs = KINDS[kind]
     defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
     log = NVRTC.cubin(encode.SOURCE, defines, arch)[1]
-    assert_no_spills(log, most=16 if coded == 0b1111 else 0)
+    assert_no_spills(log, most=32 if coded == 0b1111 else 0)
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
 
 
