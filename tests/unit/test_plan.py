@@ -49,6 +49,18 @@ def test_weights_get_prefix_codes_and_near_constants_shrink() -> None:
     assert found.header.codec == CODEC_ZSTD
 
 
+def test_pruned_weights_get_all_the_values_that_pay() -> None:
+    """A code of fp16's zero alone is better than one of two values, and one of many than both."""
+    plan = _plan("F16", "pruned")
+    assert plan is not None
+    layout = selection.core_layout(plan.header)
+    first, count = plan.header.planes[1]
+    with_values = prefix_codes.PrefixCodec(layout, plan.section).tables()[first : first + count]
+    assert with_values
+    for table in with_values:
+        assert len({int(it) >> 16 for it in table.entries if not it & 0x100}) > 32
+
+
 def test_samples_are_whole_chunks_in_order_within_the_tensor() -> None:
     for dtype in DTYPES:
         for words in (0, 1, 8192, 64 * 8192, 64 * 8192 + 1, 1_000_003, 1 << 33):

@@ -16,6 +16,14 @@ MUTANTS = (
         _REFUSES,
     ),
     mutant(
+        "values-are-sought-up-to-the-first-best-number",
+        "csrc/codes.c",
+        "n >= MIN_VALUES && cost",
+        "cost",
+        "pruned fp16 weights take an eighth more",
+        "unit/test_plan.py",
+    ),
+    mutant(
         "an-output-that-is-too-small",
         "csrc/encode.c",
         "  if (bound > out_bytes)\n",
