@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ _ITEM = np.dtype(
     ]
 )
 DESCRIPTOR_BYTES = _ITEM.itemsize
-_Numbers = npt.NDArray[Any]
 
 
 class Tables(NamedTuple):

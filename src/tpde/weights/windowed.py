@@ -148,10 +148,7 @@ class Windowed(WindowSource):
         return Windowed(made.blob, self.name, made.window, prepared=self._prepared)
 
     def renew(self, plain: Tensor) -> bool:
-        """Take another matrix of the same shape in the same memory, where CUDA graphs go on reading it.
-
-        False if there is no room for its escapes, and nothing was changed.
-        """
+        """Take another matrix: see `WindowSource.renew`. Without room for it, nothing changes."""
         assert self._there is not None
         made = windowing.encode_again(plain, self.window, self._blob)
         if made is None:

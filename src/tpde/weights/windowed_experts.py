@@ -122,10 +122,7 @@ class WindowedExperts(WindowSource):
         return made
 
     def renew(self, plain: Tensor) -> bool:
-        """Take another tensor of the same shape in the same memory, where CUDA graphs go on reading it.
-
-        False if there is no room for the escapes of an expert. Those before it have changed.
-        """
+        """Take others: see `WindowSource.renew`. Those before one without room have changed."""
         assert not self.stack.turned
         made = window_stacking.encode_again(plain.unbind(), self.stack, self._blob)
         if made is None:

@@ -133,6 +133,13 @@ class WindowSource(Source):
             If there are more escapes than a blob may have.
         """
 
+    @abstractmethod
+    def renew(self, plain: Tensor) -> bool:
+        """Take another tensor of the same shape in the same memory, where CUDA graphs go on reading it.
+
+        False if there is no room for its escapes. It needs one that was made with room to spare, on a GPU.
+        """
+
     def cannot_hold(self) -> PackedWeight:
         """What `anew` raises."""
         return PackedWeight(

@@ -228,7 +228,7 @@ def replace(packed: PackedTensor, plain: Tensor, parameter: BlobParameter, recor
     """
     source, report = packed.sources[0], LoadReport("fused" if packed.multiplies else "exact")
     if recorded:
-        if not isinstance(source, (Windowed, WindowedExperts)) or not source.renew(plain):
+        if not isinstance(source, WindowSource) or not source.renew(plain):
             raise refusals.no_room(packed.name)
         packed.refresh()
         return
