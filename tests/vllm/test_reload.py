@@ -16,7 +16,7 @@ from tpde.weights import windowing
 from tpde.weights.windowed import Windowed
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
-from tpde.integrations.vllm import internals
+from tpde.integrations.vllm import internals, refusals
 
 NAMES = ["llama", "tied"]  # of experts that are loaded again, vLLM's CPU build makes others, plain ones too
 
@@ -30,8 +30,16 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def no_configuration() -> Any:
+    raise AssertionError("Current vLLM config is not set.")
+
+
 def reload(llm: Any, path: Path) -> None:
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    """Without vLLM's configuration, which 0.26 does not set for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (internals, refusals):
+            patch.setattr(module, "get_current_vllm_config", no_configuration)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     llm.reset_prefix_cache()
 
 

@@ -149,6 +149,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
         from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
+        # Of attention vLLM asks again when weights are reloaded, and 0.26 sets no configuration for that.
+        if not isinstance(layer, LinearBase | VocabParallelEmbedding | internals.RoutedExperts):
+            return None
         refusals.check()
         if isinstance(layer, LinearBase):
             return TpdeLinearMethod(self.report, prefix)
