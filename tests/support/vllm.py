@@ -103,8 +103,11 @@ def kernels(name: str) -> dict[str, Any]:
 def engine(model: Path, **options: Any) -> Any:
     """A `vllm.LLM` of a tiny model, by default without compiling."""
     from vllm import LLM
+    from vllm.compilation import monitor
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    # The first of 0.26's model runners forbids graphs at its end, and the second one never allows them again.
+    monitor.set_cudagraph_capturing_enabled(True)
     options = {"enforce_eager": True, **options}
     # vLLM collects garbage eight times an engine, for 0.4 s each: what is there already is left out.
     gc.freeze()
