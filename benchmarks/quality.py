@@ -2,14 +2,15 @@
 
 A text is read in windows of 512 tokens, or as many as the model allows, one window at a time, with a cache
 and in steps of 64 tokens: as many rows as fused kernels multiply on every GPU. What is left after the last
-whole window is not read. The plain model reads the text so, too, and again in steps of 8 tokens, and two
-windows at a time: for 8 and for 128 rows the matrix library may take other kernels.
+whole window is not read. The plain model reads the text so, too, and again in steps of 8 tokens, two windows
+at a time, and, of some windows, token by token: for 8, 128 rows and one the matrix library may take other
+kernels.
 
 At each position, how far apart the plain model's two largest logits are, of 64 rows, is held against how far
 apart another way's logits of these two tokens are. The plain model's noise is the largest change of that, at
-any position, from 64 rows to 8 or 128. Where the greedy token of fused kernels is not the plain model's, the
-plain model's logits of these two tokens, of 64 rows, must be closer than the noise. Of logits that are the
-same, the lower token is the greedy one.
+any position, from 64 rows to 1, 8 or 128. Where the greedy token of fused kernels is not the plain model's,
+the plain model's logits of these two tokens, of 64 rows, must be closer than the noise. Of logits that are
+the same, the lower token is the greedy one.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, windows_o
 
 TITLE, NEEDS_GPU = "Quality of fused kernels", True
 PLAIN, FUSED = "plain", "fused"
-# Windows at a time, and tokens of a step.
-OTHERS = {f"{PLAIN}, {windows * step} rows": (windows, step) for windows, step in ((1, 8), (2, STEP))}
 GROUP = 8  # windows that all ways read before the next ones
+SEVERAL = 16  # groups, of which token by token only the first is read
+# Windows at a time, tokens of a step, and of how many groups one is read.
+_OTHERS = (1, 1, SEVERAL), (1, 8, 1), (2, STEP, 1)
+OTHERS = {f"{PLAIN}, {it[0] * it[1]} rows": it for it in _OTHERS}
 MOST = 0.999  # of the differences: the share that a table gives beside all
 LISTED = 50  # positions; the JSON file has all
 PROGRESS = 32  # groups
 
 
 class Way(NamedTuple):
-    """A model, how many windows it reads at a time, and how many tokens of each."""
+    """A model, how many windows it reads at a time, how many tokens of each, and of how many groups one."""
 
     model: Any
     together: int
     step: int = STEP
+    every: int = 1
 
 
 class Seen(NamedTuple):
@@ -99,7 +103,9 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
                 note(f"{number * GROUP} of {len(windows)} windows")
             given, targets = group[:, :-1], group[:, 1:]
             plain = top = None
-            for name, (model, together, step) in ways.items():
+            for name, (model, together, step, every) in ways.items():
+                if number % every:
+                    continue
                 logits = torch.cat([read(model, it, step) for it in given.split(together)])
                 if plain is None:
                     plain, top = logits, largest_two(logits)
@@ -108,6 +114,15 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
             name: Seen(*(torch.cat(it).cpu() for it in zip(*parts, strict=True)))
             for name, parts in found.items()
         }
+
+
+def of_way(plain: Seen, other: Seen) -> Seen:
+    """What the plain model makes of the windows that another way reads."""
+    import torch
+
+    count, every = len(plain.sums), 1 if len(other.sums) == len(plain.sums) else SEVERAL
+    read = torch.arange(count) // GROUP % every == 0
+    return Seen(*(it[read] for it in plain))
 
 
 def differing(plain: Seen, other: Seen) -> list[dict[str, Any]]:
@@ -129,17 +144,17 @@ def compare(page: Page, found: Mapping[str, Seen]) -> dict[str, Any]:
         if name == PLAIN:
             continue
         moved = seen.moved.flatten()
-        rows, largest = differing(plain, seen), moved.max().item()
+        rows, largest = differing(of_way(plain, seen), seen), moved.max().item()
         most = moved.kthvalue(math.ceil(MOST * len(moved))).values.item()
         ways[name] = {"differ": rows, "moved": largest, "mostly_moved": most}
         gap = f"{rows[0]['gap']:.4g}" if rows else "-"
-        lines.append([name, str(len(rows)), gap, f"{largest:.4g}", f"{most:.4g}"])
+        lines.append([name, str(len(moved)), str(len(rows)), gap, f"{largest:.4g}", f"{most:.4g}"])
     noise = max(ways[name]["moved"] for name in OTHERS)
     page.say(
-        f"Greedy tokens that are not {PLAIN}'s, of {plain.greedy.numel()}; how far apart {PLAIN}'s logits of "
+        f"Greedy tokens that are not {PLAIN}'s; how far apart {PLAIN}'s logits of "
         f"such two tokens are at most; and by how much the difference of {PLAIN}'s largest two changes:"
     )
-    columns = ["way", "other tokens", "logits apart, at most", "moved, at most"]
+    columns = ["way", "of tokens", "others", "logits apart, at most", "moved, at most"]
     page.table([*columns, f"{100 * MOST:.1f} % of them"], lines)
     differ = ways[FUSED]["differ"]
     far = sum(not it["gap"] < noise for it in differ)
@@ -216,6 +231,6 @@ def run(options: argparse.Namespace, page: Page) -> None:
     count = multiplied(fused)
     page.say(f"{FUSED} multiplies {count} weights as they are packed.")
     page.judge(count > 0, f"{FUSED}: weights are multiplied as they are packed")
-    texts = {name: text_of(seen, windows) for name, seen in found.items()}
-    perplexities(page, dict(zip(found, found, strict=True)), texts, PLAIN, [FUSED])
+    texts = {name: text_of(seen, windows) for name, seen in found.items() if len(seen.sums) == len(windows)}
+    perplexities(page, {name: name for name in texts}, texts, PLAIN, [FUSED])
     page.data = compare(page, found) | {"texts": texts}

@@ -67,7 +67,7 @@ static void under_way(const Delivery &d) {
 static unsigned rank() { return (unsigned)(here - blocks); }
 
 /* Products that a lane has begun: of two rows of A, of B at `at`, and what B's bytes were. */
-struct Product { float *sum, rows[2][16]; unsigned at, step, hash, group; };
+struct Product { float *sum, rows[2][16]; unsigned at, step, width, hash, group; };
 struct Products { unsigned count, groups; Product begun[64]; };
 static Products products[MOST_BLOCKS][MOST_THREADS];
 static unsigned words[MOST_BLOCKS][MOST_THREADS][4];
@@ -78,7 +78,7 @@ static const unsigned char *word_of_b(const Product &p, unsigned n, unsigned k) 
 
 static unsigned hash_of_b(const Product &p) {
   unsigned hash = 1;
-  for (unsigned n = 0; n < 64; n++)
+  for (unsigned n = 0; n < p.width; n++)
     for (unsigned k = 0; k < 16; k += 8)
       for (unsigned i = 0; i < 4; i++) hash = hash * 31 + ((const unsigned *)word_of_b(p, n, k))[i];
   return hash;
@@ -86,7 +86,7 @@ static unsigned hash_of_b(const Product &p) {
 
 static void add_up(const Product &p) {
   if (hash_of_b(p) != p.hash) fail("what is multiplied was changed");
-  for (unsigned t = 0; t < 8; t++)
+  for (unsigned t = 0; t < p.width / 8; t++)
     for (unsigned i = 0; i < 4; i++) {
       double made = 0;
       for (unsigned k = 0; k < 16; k++) {
@@ -114,6 +114,9 @@ static void wait_on(unsigned barrier, unsigned parity) {
 }
 static void arrive_at(unsigned barrier) { fibers::arrive_on(fibers::rank(), barrier, 0); }
 static void arrive_in(unsigned barrier, unsigned rank) { fibers::arrive_on(rank, barrier, 0); }
+static void release_in(unsigned barrier, unsigned rank) { arrive_in(barrier, rank); }
+static fibers::Meeting met[MOST_BLOCKS][16];
+template <int NUMBER, int THREADS> void meet() { fibers::wait(met[fibers::rank()][NUMBER], THREADS); }
 static unsigned gathering_of[MOST_BLOCKS][MOST_THREADS];
 static void arrive() {
   using namespace fibers;
@@ -145,7 +148,7 @@ static void store_blocks(unsigned to, unsigned a, unsigned b, unsigned c, unsign
     memcpy(fibers::here->shared + at, &values[i], 4);
   }
 }
-static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) {
+static void wgmma_of(unsigned width, float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) {
   using namespace fibers;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane, values[4] = {a, b, c, e};
   memcpy(words[rank()][threadIdx.x], values, sizeof values);
@@ -153,7 +156,7 @@ static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, u
   Products &mine = products[rank()][threadIdx.x];
   if (mine.count == 64) fail("too many products");
   Product &p = mine.begun[mine.count++];
-  p.sum = d, p.at = (unsigned)(x & 0x3FFF) << 4, p.step = (unsigned)(x >> 16 & 0x3FFF) << 4, p.group = mine.groups;
+  p.sum = d, p.at = (unsigned)(x & 0x3FFF) << 4, p.step = (unsigned)(x >> 16 & 0x3FFF) << 4, p.group = mine.groups, p.width = width;
   if ((x >> 32) != 128 >> 4) fail("a wrong descriptor");
   for (unsigned half = 0; half < 2; half++)
     for (unsigned k = 0; k < 16; k++) {
@@ -163,6 +166,8 @@ static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, u
   p.hash = hash_of_b(p);
   meet(0xFFFFFFFFu, 0);
 }
+static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(64, d, a, b, c, e, x); }
+static void wgmma_128(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(128, d, a, b, c, e, x); }
 static void registers_are_set() {}
 static void commit() { fibers::products[fibers::rank()][threadIdx.x].groups++; }
 template <int LEFT> void wait_for_products() {

@@ -72,11 +72,11 @@ def seen_of(greedy: list[int], gaps: list[float], moved: float) -> Seen:
 )
 def test_greedy_tokens(gap: float, far: int) -> None:
     """They may differ where plain's logits are closer than the largest difference in any other batch."""
-    one, other = OTHERS
+    one, *others, other = OTHERS
     plain = seen_of([5, 6, 7], [0.0, 0.0, 0.0], 0)
     found = {
         PLAIN: plain,
-        one: plain,
+        **dict.fromkeys([one, *others], plain),
         other: seen_of([5, 6, 8], [0.0, 0.0, 0.375], 0.25),
         FUSED: seen_of([4, 6, 9], [0.125, 0.0, gap], 2.0),
     }
@@ -87,6 +87,20 @@ def test_greedy_tokens(gap: float, far: int) -> None:
     assert [len(said["ways"][it]["differ"]) for it in (one, other, FUSED)] == [0, 1, 2]
     assert f"At {far} of the 2 positions" in page.markdown()
     assert page.markdown().count(" NO |") == far
+
+
+def test_few_windows_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those the first group of several is read, and compared with the same windows of the plain model."""
+    monkeypatch.setattr(quality, "GROUP", 2)
+    monkeypatch.setattr(quality, "SEVERAL", 2)
+    torch.manual_seed(0)
+    model, windows = llama(initializer_range=0.3).float().eval(), torch.randint(0, 1000, (7, 12))
+    found = measure({PLAIN: Way(model, 1), "some": Way(model, 1, 1, 2)}, windows)
+    some, plain = found["some"], found[PLAIN]
+    beside = quality.of_way(plain, some)
+    assert torch.equal(beside.sums, plain.sums[[0, 1, 4, 5]])
+    assert torch.allclose(some.sums, beside.sums, rtol=1e-5)
+    assert torch.equal(some.greedy, beside.greedy)
 
 
 def test_the_list_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from tpde.codec.windows import FLAG_ZERO, Window
@@ -36,7 +37,7 @@ _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
 # 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.6 and
 # 66.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
 _DECODING = {64: (12, 1), 128: (8, 2)}
-_TOGETHER, _PLANE = 4, 1024  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
+_TOGETHER, _PLANE = 4, 2048  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
 _TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
 _KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
 # Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
@@ -206,16 +207,16 @@ def _stages(
     return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps)
 
 
-def _wide(window: Window, rows: int) -> Product:
-    """Some warps decode, others multiply with x in registers: it stays where parts have one or two chunks."""
-    (decoders, held), senders = _DECODING[rows], rows // 16
-    own, sets = -(-window.stripe_chunks // PARTS), decoders // 4
-    barriers = 8 * (2 * _INBOXES + 2 * 4 * sets + held * decoders)
-    chunks = decoders * (_PLANE + held * CHUNK_BYTES)
-    shared = sets * _TILE + _INBOXES * senders * PARTS * 512 + chunks + barriers
-    room = {"NB": rows, "DECODERS": decoders, "OWN": own if own <= _KEPT else 0}
-    defines = matrix_defines(window) | room
-    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, senders + decoders, _TOGETHER)
+def _wide(window: Window, rows: int, multipliers: int = 8, stages: int = 0, inboxes: int = 1) -> Product:
+    """Groups of warps take turns, and x passes through shared memory."""
+    own = -(-window.stripe_chunks // PARTS)
+    stays = 4 * own <= stages or not stages
+    stages = 4 * own if stays else stages
+    barriers = 8 * (inboxes + math.lcm(inboxes, multipliers // 4) + 2 * multipliers + 2 * stages)
+    shared = stages * rows * 128 + inboxes * rows * 256 + multipliers * (_PLANE + CHUNK_BYTES) + barriers
+    room = {"NB": rows, "MULTIPLIERS": multipliers, "STAGES": stages, "STREAMS": int(not stays)}
+    defines = matrix_defines(window) | room | {"INBOXES": inboxes}
+    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, multipliers + _OTHER_WARPS, _TOGETHER)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:

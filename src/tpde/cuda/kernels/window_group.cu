@@ -31,16 +31,6 @@
 #define REGISTERS (WIDE == 12 ? 152 : EACH == 2 ? 192 : 200)
 #define OTHER_REGISTERS (WIDE == 12 ? 56 : EACH == 2 ? 120 : 104)
 
-// ---- barriers ----
-
-// In another block, after all that this thread has done.
-__device__ __forceinline__ void release_in(u32 barrier, u32 rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
-}
-
-template <int NUMBER, int THREADS>
-__device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "n"(THREADS) : "memory"); }
-
 // ---- copies ----
 
 // Rows of x, where they lie, and how many columns can be read.
