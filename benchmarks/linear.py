@@ -92,15 +92,16 @@ class Matrix:
 
     def fused(self, x: Any, y: Any) -> None:
         """The product from windows; of many rows, from rows that are decoded."""
-        if len(x) > self._device.most_rows:
-            import torch
+        import torch
 
+        if len(x) > self._device.most_rows:
             plain = torch.empty_like(self.plain)
             self._device.rows(plain.data_ptr(), plain.stride(0), stream())
             torch.mm(x, plain.T, out=y)
             return
         places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
-        self._device.product(*places, 0, stream())
+        room = torch.empty(self._device.room(len(x)), dtype=torch.uint8, device=x.device)
+        self._device.product(*places, 0, stream(), room.data_ptr())
 
     def library(self, x: Any, y: Any) -> None:
         """The matrix library's."""

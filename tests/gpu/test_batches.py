@@ -36,7 +36,9 @@ class OnDevice:
             self._device.choose(len(x), how)
         places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
         added = 0 if bias is None else bias.data_ptr()
-        self._device.product(*places, added, torch.cuda.current_stream().cuda_stream)
+        room = torch.empty(self._device.room(len(x)), dtype=torch.uint8, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        self._device.product(*places, added, stream, room.data_ptr())
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["by default", "every way"])

@@ -71,7 +71,8 @@ def test_products(shape: tuple[int, int], count: int) -> None:
 
     def product(some: Any) -> Any:
         y = torch.empty((len(some), rows), dtype=torch.bfloat16, device="cuda")
-        to = y.data_ptr(), rows, bias.data_ptr(), stream()
+        room = torch.empty(held.device.room(len(some)), dtype=torch.uint8, device="cuda")
+        to = y.data_ptr(), rows, bias.data_ptr(), stream(), room.data_ptr()
         held.device.product(some.data_ptr(), wide, len(some), *to)
         return y
 

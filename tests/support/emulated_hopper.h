@@ -114,9 +114,6 @@ static void wait_on(unsigned barrier, unsigned parity) {
 }
 static void arrive_at(unsigned barrier) { fibers::arrive_on(fibers::rank(), barrier, 0); }
 static void arrive_in(unsigned barrier, unsigned rank) { fibers::arrive_on(rank, barrier, 0); }
-static void release_in(unsigned barrier, unsigned rank) { arrive_in(barrier, rank); }
-static fibers::Meeting met[MOST_BLOCKS][16];
-template <int NUMBER, int THREADS> void meet() { fibers::wait(met[fibers::rank()][NUMBER], THREADS); }
 static unsigned gathering_of[MOST_BLOCKS][MOST_THREADS];
 static void arrive() {
   using namespace fibers;
@@ -139,15 +136,6 @@ static void send(unsigned to, unsigned barrier, const float *v) {
   if (to >> 24 != barrier >> 24 || !(to >> 24)) fibers::fail("a barrier of another block");
   fibers::under_way({(to >> 24) - 1, to & 0xFFFFFF, barrier & 0xFFFFFF, 16, nullptr, {v[0], v[1], v[2], v[3]}});
 }
-static void store_blocks(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
-  const unsigned long long *places = fibers::meet(0xFFFFFFFFu, to);
-  const unsigned lane = threadIdx.x % 32, values[4] = {a, b, c, d};
-  for (unsigned i = 0; i < 4; i++) {
-    const unsigned at = (unsigned)places[8 * i + lane / 4] + lane % 4 * 4;
-    if (at % 4 || at + 4 > shared_bytes) fibers::fail("a wrong store");
-    memcpy(fibers::here->shared + at, &values[i], 4);
-  }
-}
 static void wgmma_of(unsigned width, float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) {
   using namespace fibers;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane, values[4] = {a, b, c, e};
@@ -166,6 +154,8 @@ static void wgmma_of(unsigned width, float *d, unsigned a, unsigned b, unsigned 
   p.hash = hash_of_b(p);
   meet(0xFFFFFFFFu, 0);
 }
+static void wgmma_16(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(16, d, a, b, c, e, x); }
+static void wgmma_32(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(32, d, a, b, c, e, x); }
 static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(64, d, a, b, c, e, x); }
 static void wgmma_128(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(128, d, a, b, c, e, x); }
 static void registers_are_set() {}
@@ -179,6 +169,4 @@ template <int LEFT> void wait_for_products() {
   mine.count -= done;
   meet(0xFFFFFFFFu, 0);
 }
-static unsigned zero_later() { return 0; }
-static void forget(unsigned &) {}
 static void keep_register(float &) {}

@@ -186,17 +186,8 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
             log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
             assert_no_spills(log)
             assert registers(log) * 32 * how.warps * how.blocks <= 65536
-
-
-@pytest.mark.parametrize("columns", [2040, 2048, 4090])
-@pytest.mark.parametrize("count", [64, 128])
-def test_wide_products_compile_without_spills(count: int, columns: int) -> None:
-    """With one or two chunks of x in registers, and with columns that fill no chunk; see above for others."""
-    ways = product_ways.ways_of(HOPPER, sections(4096, columns), count)
-    (how,) = (it for it in ways if it.name == "wide_product" and it.rows == count)
-    log = NVRTC.cubin(how.source, how.defines, "sm_90a")[1]
-    assert_no_spills(log)
-    assert registers(log) * 32 * how.warps <= 65536
+            if how.warps == 16:  # what these give each other of what they have at first
+                assert registers(log) == 128
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

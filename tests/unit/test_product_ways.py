@@ -130,15 +130,6 @@ def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
     assert [next(it["STREAMS"] for it in ways if "STREAMS" in it) for ways in found] == [0, 1, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("rows", [64, 128])
-def test_parts_of_one_or_two_chunks_keep_x_in_registers(rows: int) -> None:
-    found = []
-    for columns in (2048, 2049, 4096, 4097, 1 << 20):
-        ways = ways_of(device(H200, True), sections(64, columns), rows)
-        found += [it.defines["OWN"] for it in ways if it.name == "wide_product" and it.rows == rows]
-    assert found == [1, 2, 2, 0, 0]
-
-
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("chunks", [8, 9, 16, 17, 24, 25, 56, 112, 1000])
 def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:

@@ -86,11 +86,21 @@ def test_a_part_of_a_device_may_run_no_cluster(launch_on: Any) -> None:
 @pytest.mark.parametrize("count", [65, 100, 128])
 def test_many_rows_take_one_launch(launch_on: Any, count: int) -> None:
     found = Launches(launch_on, (9, 0))
-    there(sections(1000, 4096)).product(0, 4096, count, 0, 4096, 0, 0)
-    assert [(it[0], it[-4]) for it in found] == [("wide_product", count)]
-    ((_, grid, threads, shared, more),) = found.made
+    made = there(sections(1000, 4096))
+    assert made.room(count) == 4096 * 2 * 128
+    for room in (0, 4104):
+        with pytest.raises(ValueError, match="1048576 bytes of room at a multiple of 16, not at"):
+            made.product(0, 4096, count, 0, 4096, 0, 0, room)
+    made.product(32, 4096, count, 48, 1000, 77, 5, 4112)
+    # Behind the stream, and of the product the matrix's eight arguments.
+    assert [(it[0], it[1], *it[-5:]) for it in found] == [
+        ("arrange", 5, 32, 4096, count, 4096, 4112),
+        ("wide_product", 5, 4112, count, 48, 1000, 77),
+    ]
+    (_, grid, threads, shared, more), arrange = sorted(found.made, key=lambda it: -it[3])
     assert (grid, threads, more) == (8 * 15, 512, {"cluster": 8, "early": True})  # 16 times four stripes
     assert shared <= H200
+    assert arrange == ("arrange", 256, 256, 0, {"early": True})  # 16 bytes a thread
 
 
 def test_many_rows_where_no_cluster_has_room(launch_on: Any) -> None:

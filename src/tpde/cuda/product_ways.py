@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from tpde.codec.windows import FLAG_ZERO, Window
@@ -32,14 +31,11 @@ _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
 _WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
-# Of `wide_product`: warps that decode, and how many chunks of weights each has fetched, by rows of x. On an
-# H100, 64 rows with 28672 x 4096 words, where x stays, take 72.9 us, by `group_product` 65.9; with 4096 x
-# 14336, where it streams, 46.5, not 53.2, and 48.1 with eight warps of two chunks. 128 rows take 104.6 and
-# 66.9 us, by two launches of `group_product` 128.2 and 108.1; twelve warps would have too few registers.
-_DECODING = {64: (12, 1), 128: (8, 2)}
-_TOGETHER, _PLANE = 4, 2048  # stripes that a block decodes; bytes of a warp's escapes of a pair of tiles
-_TILE = 64 * 256 * 2  # bytes of a chunk of them, decoded
-_KEPT, _INBOXES = 2, 2  # chunks of x that registers have room for; turns' partial sums
+# Of `wide_product`: rows of x, warps that multiply, pieces of x in shared memory, turns' partial sums there.
+# On an H200, 64 rows with 4096 x 14336 words, where x does not stay, take 39.9 us, by `group_product` 47.3;
+# with 28672 x 4096, where it does, 71.2 and 62.4.
+_WIDE, _WIDE_WARPS, _PIECES, _INBOXES = (64, 128), 12, 4, 2
+_TOGETHER, _PLANE = 4, 2048  # stripes of a turn; bytes of a warp's escapes of half a chunk
 # Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
 # or with one chunk a part, in 0.7 of them, else in 0.98. For one row an H100 takes 73.7 us with 5120 x 25600
 # words, where the share is 0.61, by groups 65.4; with 6144 x 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0
@@ -68,6 +64,9 @@ class Product(NamedTuple):
         That a cluster takes at a time; 0 where there is none.
     blocks : int
         Of a multiprocessor.
+    room : int
+        Bytes on the device where another kernel, `arrange`, first writes x as this one takes it; 0 where it
+        takes x as it is.
     """
 
     rows: int
@@ -78,6 +77,7 @@ class Product(NamedTuple):
     warps: int = WARPS
     stripes: int = 0
     blocks: int = 1
+    room: int = 0
 
     @property
     def grouped(self) -> bool:
@@ -176,7 +176,7 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
 def _of_width(window: Window, rows: int, shared_bytes: int) -> list[Product]:
     """By clusters, with so many rows of x at a time."""
     made = [it for warps in _GROUPS.get(rows, ()) for it in _grouped(window, rows, warps, shared_bytes)]
-    wide = [_wide(window, rows)] if rows in _DECODING else []
+    wide = [_wide(window, rows)] if rows in _WIDE else []
     stays = 0 if not made or made[0].defines["STREAMS"] else 1
     return made[:stays] + [it for it in wide if it.shared <= shared_bytes] + made[stays:]
 
@@ -207,16 +207,14 @@ def _stages(
     return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps)
 
 
-def _wide(window: Window, rows: int, multipliers: int = 8, stages: int = 0, inboxes: int = 1) -> Product:
-    """Groups of warps take turns, and x passes through shared memory."""
-    own = -(-window.stripe_chunks // PARTS)
-    stays = 4 * own <= stages or not stages
-    stages = 4 * own if stays else stages
-    barriers = 8 * (inboxes + math.lcm(inboxes, multipliers // 4) + 2 * multipliers + 2 * stages)
-    shared = stages * rows * 128 + inboxes * rows * 256 + multipliers * (_PLANE + CHUNK_BYTES) + barriers
-    room = {"NB": rows, "MULTIPLIERS": multipliers, "STAGES": stages, "STREAMS": int(not stays)}
-    defines = matrix_defines(window) | room | {"INBOXES": inboxes}
-    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, multipliers + _OTHER_WARPS, _TOGETHER)
+def _wide(window: Window, rows: int) -> Product:
+    """Groups of warps take turns, and x, which another kernel arranges, passes through shared memory."""
+    barriers = 8 * (_INBOXES + _INBOXES * _WIDE_WARPS // _TOGETHER + 2 * _WIDE_WARPS + 2 * _PIECES)
+    held = _WIDE_WARPS * (_PLANE + CHUNK_BYTES)
+    shared = _PIECES * rows * 128 + _INBOXES * rows * 256 + held + barriers
+    defines, room = matrix_defines(window) | {"NB": rows}, window.stripe_chunks * rows * 512
+    warps = _WIDE_WARPS + _OTHER_WARPS
+    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, warps, _TOGETHER, room=room)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +30,24 @@ from tpde.cuda.product_ways import (
 from tpde.cuda.tuning import table_of
 from tpde.errors import UnsupportedDevice
 
-X_AT = 16  # what addresses of rows of x are multiples of
+X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
 _COMPILING = 4  # kernels at a time
 _ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
 _CLUSTER = 8  # blocks
+_ARRANGERS, _BESIDE = 256, 4  # threads of a block of `arrange`, and blocks of a multiprocessor at most
+
+
+class _Launch(NamedTuple):
+    """How a product with some rows of x is launched.
+
+    `rows` are of x, at most. If there is `arrange`, it first writes x to `room` bytes, which `product` reads.
+    """
+
+    rows: int
+    product: KernelLaunch
+    arrange: KernelLaunch | None = None
+    room: int = 0
 
 
 class DeviceWindow:
@@ -73,7 +87,7 @@ class DeviceWindow:
         )
         self.most_rows = most_rows_of(self._facts, window)
         self._decodings: dict[tuple[str, int], KernelLaunch] = {}  # by kernels and blocks
-        self._products: dict[int, tuple[int, KernelLaunch]] = {}  # by how many rows x has: those of a launch
+        self._products: dict[int, _Launch] = {}  # by how many rows x has
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -154,8 +168,12 @@ class DeviceWindow:
         arguments = np.uint64(ids), np.uint64(count), np.uint64(out)
         launch(stream, *self._matrix, *arguments)
 
+    def room(self, count: int) -> int:
+        """Bytes on the device that a `product` with so many rows of x takes meanwhile."""
+        return (self._products.get(count) or self._product(count)).room
+
     def product(
-        self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int
+        self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int, room: int = 0
     ) -> None:
         """Multiply: `y = x W^T + bias` (windows.md 9).
 
@@ -174,26 +192,31 @@ class DeviceWindow:
             The stream's handle. On a device of compute capability 9.0 or more the kernel may start while the
             one before it in the stream ends: it waits before it reads x and writes y, not before it reads
             the matrix, which the caller must not write there.
+        room : int
+            Address of as many bytes as `self.room` gives, a multiple of 16; what follows in the stream may
+            use them.
 
         Raises
         ------
         ValueError
-            If x does not lie as it must, or has other rows.
+            If x or the room does not lie as it must, or x has other rows.
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
-        rows, launch = self._products.get(count) or self._product(count)
-        for first in range(0, count, rows):
-            launch(
-                stream,
-                *self._matrix,
-                *(
-                    np.uint64(x + 2 * first * x_stride),
-                    np.uint64(x_stride),
-                    np.uint32(min(count - first, rows)),
-                ),
-                *(np.uint64(y + 2 * first * y_stride), np.uint64(y_stride), np.uint64(bias)),
+        rows, launch, arrange, needed = self._products.get(count) or self._product(count)
+        if needed and (not room or room % _ROOM_AT):
+            raise ValueError(
+                f"{count} rows of x take {needed} bytes of room at a multiple of {_ROOM_AT}, not at {room:#x}"
             )
+        for first in range(0, count, rows):
+            some = np.uint32(min(count - first, rows))
+            there: tuple[np.unsignedinteger, ...]
+            there = np.uint64(x + 2 * first * x_stride), np.uint64(x_stride), some
+            if arrange is not None:
+                arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))
+                there = np.uint64(room), some
+            to = np.uint64(y + 2 * first * y_stride), np.uint64(y_stride), np.uint64(bias)
+            launch(stream, *self._matrix, *there, *to)
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
@@ -210,9 +233,9 @@ class DeviceWindow:
         made = _launch(current(), self.window, how, self._device)
         if made is None:
             raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")
-        self._products[count] = how.rows, made
+        self._products[count] = made
 
-    def _product(self, count: int) -> tuple[int, KernelLaunch]:
+    def _product(self, count: int) -> _Launch:
         window = self.window
         made = _launch_of(current(), window.rows, window.columns, window.flags, count, self._device)
         self._products[count] = made
@@ -272,18 +295,14 @@ def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int)
 
 
 @functools.cache
-def _launch_of(
-    backend: Backend, rows: int, columns: int, flags: int, count: int, device: int
-) -> tuple[int, KernelLaunch]:
-    """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
+def _launch_of(backend: Backend, rows: int, columns: int, flags: int, count: int, device: int) -> _Launch:
+    """How products with so many rows of x are launched by default, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
-    made = (
-        (how.rows, _launch(backend, window, how, device)) for how in _tuned(backend, window, count, device)
-    )
-    return next((most, launch) for most, launch in made if launch is not None)
+    made = (_launch(backend, window, how, device) for how in _tuned(backend, window, count, device))
+    return next(it for it in made if it is not None)
 
 
-def _launch(backend: Backend, window: Window, how: Product, device: int) -> KernelLaunch | None:
+def _launch(backend: Backend, window: Window, how: Product, device: int) -> _Launch | None:
     """The launch; None if the device never runs eight blocks of it at a time, as a part of one may not."""
     kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.grouped)
     have, stripes = backend.facts(device), window.stripes
@@ -294,7 +313,17 @@ def _launch(backend: Backend, window: Window, how: Product, device: int) -> Kern
         grid = _CLUSTER * min(most, -(-stripes // how.stripes))
         if not grid:
             return None
-        return kernel.launch(grid, threads, how.shared, cluster=_CLUSTER, early=early)
+        launch = kernel.launch(grid, threads, how.shared, cluster=_CLUSTER, early=early)
+        return _Launch(how.rows, launch, _arrange(backend, window, how, device), how.room)
     beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
     grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
-    return kernel.launch(grid, 32 * how.warps, how.shared, early=early)
+    return _Launch(how.rows, kernel.launch(grid, 32 * how.warps, how.shared, early=early))
+
+
+def _arrange(backend: Backend, window: Window, how: Product, device: int) -> KernelLaunch | None:
+    """What writes x as a product takes it, if that does not take x as it is."""
+    if not how.room:
+        return None
+    kernel = backend.kernel(how.source, "arrange", how.defines, device, own=True)
+    grid = min(how.room // (16 * _ARRANGERS), _BESIDE * backend.facts(device).multiprocessors)
+    return kernel.launch(grid, _ARRANGERS, 0, early=True)

@@ -181,14 +181,16 @@ class _Matrices:
         x[:, :columns] = torch.randn(count, columns, device=self._device, generator=self._draw)
         y = torch.empty(count, rows, dtype=torch.bfloat16, device=self._device)
         products = max(self._sample.least_products, len(self._places))
+        ways = ways_of(current().facts(self._number), self._window, count)
+        room = torch.empty(max(it.room for it in ways), dtype=torch.uint8, device=self._device)
         runs: dict[str, Callable[[], float]] = {}
         needed: Tensor | None = None
-        for how in ways_of(current().facts(self._number), self._window, count):
+        for how in ways:
             try:
                 there = self._launched(count, how)
             except UnsupportedDevice:  # a part of a device has no room for clusters
                 continue
-            runs[how.label] = clock(_work(there, x, y, products))
+            runs[how.label] = clock(_work(there, x, y, room, products))
             y.zero_()
             runs[how.label]()
             found = y.view(torch.int16).clone()
@@ -211,12 +213,12 @@ class _Matrices:
         return made
 
 
-def _work(there: Sequence[DeviceWindow], x: Tensor, y: Tensor, products: int) -> Enqueue:
+def _work(there: Sequence[DeviceWindow], x: Tensor, y: Tensor, room: Tensor, products: int) -> Enqueue:
     """So many products, with one matrix after the other."""
     places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
 
     def work(stream: int) -> None:
         for number in range(products):
-            there[number % len(there)].product(*places, 0, stream)
+            there[number % len(there)].product(*places, 0, stream, room.data_ptr())
 
     return work

@@ -283,7 +283,10 @@ class Windowed(WindowSource):
         out = x.new_empty((*x.shape[:-1], rows))
         to, added = out.data_ptr(), 0 if bias is None else bias.contiguous().data_ptr()
         with on_device(self._device):
-            there.product(at, step, count, to, rows, added, stream_handle(self._device))
+            needed = there.room(count)
+            room = x.new_empty(needed, dtype=torch.uint8) if needed else None
+            room_at = 0 if room is None else room.data_ptr()
+            there.product(at, step, count, to, rows, added, stream_handle(self._device), room_at)
         return out
 
     def _in_strips(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,15 +44,6 @@ __device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
 }
 
-// In another block, after all that this thread has done.
-__device__ __forceinline__ void release_in(u32 barrier, u32 rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
-}
-
-// Some warps of a block wait for each other.
-template <int NUMBER, int THREADS>
-__device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "n"(THREADS) : "memory"); }
-
 // Nobody relies on what was stored before: barriers and copies order that.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -92,20 +83,33 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, const float* v) {
                :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
 
-// Store four blocks of 8 x 8 words; lane 8 i + j says where row j of block i goes.
-__device__ __forceinline__ void store_blocks(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // ---- products ----
 
-// d += A B, of 64 rows by 16 columns by 64: a lane has four words of A, and of d what it has with mma.m16n8k16.
+// d += A B, of 64 rows by 16 columns by 16, 32, 64 or 128: a lane has four words of A, and of d what it has with mma.m16n8k16.
+__device__ __forceinline__ void wgmma_16(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+}
+
+__device__ __forceinline__ void wgmma_32(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+}
+
 __device__ __forceinline__ void wgmma_64(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
@@ -114,13 +118,12 @@ __device__ __forceinline__ void wgmma_64(float* d, u32 a, u32 b, u32 c, u32 e, u
       : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
 }
 
-// The same by 128.
 __device__ __forceinline__ void wgmma_128(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"
+      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"
       "%62, %63"
       "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
@@ -141,14 +144,7 @@ __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync
 template <int LEFT>
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
-// What the compiler does not know: a zero, which is there after what is written before this; any number; a number that was
-// made before what follows.
-__device__ __forceinline__ u32 zero_later() {
-  u32 zero;
-  asm volatile("{ .reg .u32 lanes; activemask.b32 lanes; shr.u32 lanes, lanes, 31; xor.b32 %0, lanes, 1; }" : "=r"(zero) :: "memory");
-  return zero;
-}
-__device__ __forceinline__ void forget(u32& x) { asm volatile("" : "+r"(x)); }
+// What the compiler does not know: a number that was made before what follows.
 __device__ __forceinline__ void keep_register(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
 #endif
 

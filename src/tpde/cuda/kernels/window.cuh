@@ -140,7 +140,8 @@ __device__ __forceinline__ Entries load_entries(const Matrix& m, Range r, u32 la
 }
 
 __device__ __forceinline__ u32 xor_of(const Matrix& m, u32 entry) {
-  return (u32)((entry & 0x8000 ? m.table[1] : m.table[0]) >> (entry >> 12 & 7) * 8) & 255;
+  const u64 half = entry & 0x8000 ? m.table[1] : m.table[0];
+  return __byte_perm((u32)half, (u32)(half >> 32), entry >> 12 & 7) & 255;
 }
 
 __device__ __forceinline__ void put(u8* plane, const Matrix& m, u32 entry) {
@@ -213,8 +214,9 @@ __device__ __forceinline__ u32 code_word(const Chunk& c, u32 i) {
   return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
 }
 
-// The 16 words that a lane has of tile j, four numbers of each half, from the code words of its pair of tiles.
-__device__ __forceinline__ void tile_of(u32 j, u32 x, u32 y, u32 z, uint4 low, const Rows& r, const uint2* escapes, u32* w) {
+// The 16 words that a lane has of tile j, four numbers of each half, from the code words of its pair of tiles, and what is
+// XORed to each half.
+__device__ __forceinline__ void tile_of(u32 j, u32 x, u32 y, u32 z, uint4 low, const Rows& r, uint2 first, uint2 second, u32* w) {
   u32 a, b;
   if (j % 2) {
     a = z & 0x77777777u;
@@ -223,13 +225,14 @@ __device__ __forceinline__ void tile_of(u32 j, u32 x, u32 y, u32 z, uint4 low, c
     a = x & 0x77777777u;
     b = y & 0x77777777u;
   }
-  octet(a, r.window[0], low.x, low.y, escapes[0], r.add[0], w);
-  octet(b, r.window[1], low.z, low.w, escapes[32], r.add[1], w + 4);
+  octet(a, r.window[0], low.x, low.y, first, r.add[0], w);
+  octet(b, r.window[1], low.z, low.w, second, r.add[1], w + 4);
 }
 
 __device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const uint2* escapes, u32* w) {
   const u32 k = j / 2 * 3;
-  tile_of(j, code_word(c, k), code_word(c, k + 1), code_word(c, k + 2), c.low[j], r, escapes + 64 * j, w);
+  escapes += 64 * j;
+  tile_of(j, code_word(c, k), code_word(c, k + 1), code_word(c, k + 2), c.low[j], r, escapes[0], escapes[32], w);
 }
 
 // ---- sums, 9 ----

@@ -75,20 +75,9 @@ __device__ __forceinline__ void store_x(u8* to, const uint4* v, u32 first, u32 e
 // d += A x, of 64 rows by 16 columns by NB: a lane has four words of A, and of d what it has with mma.m16n8k16.
 __device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
 #if NB == 16
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+  wgmma_16(d, a, b, c, e, x);
 #elif NB == 32
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+  wgmma_32(d, a, b, c, e, x);
 #else
   wgmma_64(d, a, b, c, e, x);
 #endif
@@ -118,7 +107,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER);
+    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * OTHERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
     for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
@@ -150,7 +139,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   arrive();
   wait_for_last();  // x is the last kernel's; the weights are not
   follow_early();
-  const u32 pieces = min(own, STAGES) * NB;
+  const u32 pieces = min(own, (u32)STAGES) * NB;
 #pragma unroll 1
   for (u32 first = warp; first < pieces; first += PIECES * ALL_WARPS) {
     uint4 v[PIECES];
@@ -161,18 +150,18 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   __syncthreads();
   if (warp >= WIDE) {
     take_registers<OTHER_REGISTERS, false>();
-    const u32 thread = threadIdx.x - 32 * WIDE;
-    // Add up a turn's partial sums, and store y.
+    const u32 other = warp - WIDE;
+    // Add up a turn's partial sums, and store y: nobody waits for that, but until all have been read.
     const auto end = [&](u32 turn) {
       const u32 box = turn % INBOXES;
       wait_on(full + 8 * box, turn / INBOXES % 2);
 #pragma unroll 1
-      for (u32 i = thread; i < SLOTS * 32; i += 32 * OTHERS) {
-        // Of slot i / 32: a stripe of the turn, and eight rows of x.
-        const u32 pair = i / 32 * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
+      for (u32 i = other; i < SLOTS; i += OTHERS) {
+        // Of slot i: a stripe of the turn, and eight rows of x.
+        const u32 pair = i * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
         const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
         if (k >= n || row >= m.rows) continue;
-        const float4* const p = (const float4*)(inbox + box * INBOX) + i / 32 * PARTS * 32 + lane;
+        const float4* const p = (const float4*)(inbox + box * INBOX) + i * PARTS * 32 + lane;
         float4 v[PARTS];
 #pragma unroll
         for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * j];
@@ -185,17 +174,16 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
         if (k + 1 < n) to[y_stride + 8] = ended(s.w, bias, row + 8);
       }
       if (turn + INBOXES >= turns) return;
-      meet<1, 32 * OTHERS>();
-      if (thread == 0) expect(full + 8 * box, INBOX);
+      if (threadIdx.x == 32 * WIDE) expect(full + 8 * box, INBOX);
       __syncwarp();
-      if (thread < CLUSTER) release_in(read + 8 * box, thread);
+      if (lane < CLUSTER) arrive_in(read + 8 * box, lane);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
     // next one: x does not wait.
     for (u32 i = 0; i < STAGES; i++)
       if (lane == 0) arrive_at(filled + 8 * i);
-    const u32 steps = (turns + EACH - 1) / EACH * own, ends_at = min(STAGES, own - 1);
+    const u32 steps = (turns + EACH - 1) / EACH * own, ends_at = min((u32)STAGES, own - 1);
     u32 i = STAGES % own, round = STAGES / own * EACH, stage = 0, parity = 0, over = 0;
     for (u32 s = STAGES; s < steps; s++) {
       uint4 v[NB / OTHERS];
@@ -248,8 +236,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
           wait_on(come, parity);
           parity ^= 1;
           take(c, held, pairs, lane);
-          fence_shared();  // the next chunk comes there
-          __syncwarp();
+          __syncwarp();  // the next chunk comes there
           if (next_round < turns) {
             coming = load_entries(m, after, lane);
             bring(shared_address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);

@@ -1,4 +1,4 @@
-"""Products by `wide_product`, run on the CPU: the bits of `product`, and no block that waits for ever."""
+"""Products by clusters of blocks, run on the CPU: the bits of `product`, and no block that waits for ever."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ from support.emulated import kernel_on_cpu
 
 from tpde.codec import window_plan, windows
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.product_ways import (
-    CHUNK_BYTES,
-    SOURCE,
-    WARP_BYTES,
-    WARPS,
-    Product,
-    matrix_defines,
-    ways_of,
-)
+from tpde.cuda.product_ways import SOURCE, WARP_BYTES, WARPS, Product, matrix_defines, ways_of
 
 CLUSTER, AT = 8, 128
 HOPPER = DeviceFacts("H100", (9, 0), 132, 227 << 10)
 
 
-def wide(window: windows.Window, rows: int) -> Product:
-    """The way that takes so many rows of x."""
-    ways = ways_of(HOPPER, window, rows)
-    return next(it for it in ways if it.name == "wide_product" and it.rows == rows)
+def clusters_ways(window: windows.Window, rows: int, name: str) -> list[Product]:
+    """The ways of a kernel that take so many rows of x."""
+    return [it for it in ways_of(HOPPER, window, rows) if it.name == name and it.rows == rows]
 
 
 def bf16(values: Any) -> Any:
@@ -72,10 +63,15 @@ class Made:
         kernel = kernel_on_cpu(how.source, how.name, how.defines, 0)
         cluster = CLUSTER if how.grouped else 1
         launch = kernel.launch(grid * cluster, 32 * how.warps, how.shared, cluster=cluster)
+        room = aligned(np.full(how.room, 0xA5, np.uint8))
         for first in range(0, len(x), how.rows):
             rows, out = x[first : first + how.rows], y[first:]
-            arguments = (rows.ctypes.data, x.shape[1], len(rows), out.ctypes.data, y.shape[1])
-            launch(0, *matrix, *arguments, self.bias.ctypes.data)
+            there = [rows.ctypes.data, x.shape[1], len(rows)]
+            if how.room:
+                arrange = kernel_on_cpu(how.source, "arrange", how.defines, 0).launch(2, 256, 0)
+                arrange(0, *there, window.columns, room.ctypes.data)
+                there = [room.ctypes.data, len(rows)]
+            launch(0, *matrix, *there, out.ctypes.data, y.shape[1], self.bias.ctypes.data)
         return y
 
 
@@ -85,35 +81,40 @@ class Made:
     [
         (1, 2048, 1, 1),  # a part of one chunk, one row
         (257, 2304, 37, 2),  # the first part has two chunks, the others one
-        (200, 4050, 64, 1),  # a chunk that is not full; four turns
+        (200, 4050, 64, 1),  # a chunk that is not full; four turns, of which a group takes two
+        (500, 2300, 60, 1),  # eight turns, in three rounds
+        (260, 4170, 61, 1),  # a last chunk of two pairs of tiles
+        (260, 2230, 61, 1),  # and of three, before whole ones
+        (64, 6144, 64, 1),
     ],
 )
-def test_bits(most: int, rows: int, columns: int, count: int, clusters: int) -> None:
-    made = Made(rows, columns, count * most // 64, escapes=columns == 2304)
-    how = wide(made.window, most)
-    assert how.defines["OWN"] == -(-made.window.stripe_chunks // 8)
+def test_wide(most: int, rows: int, columns: int, count: int, clusters: int) -> None:
+    """Of x that was arranged, with zeros beyond its rows and columns."""
+    made = Made(rows, columns, count * most // 64, escapes=columns in (2230, 2304))
+    (how,) = clusters_ways(made.window, most, "wide_product")
+    assert how.room == made.window.stripe_chunks * 512 * most
     assert np.array_equal(made.by(how, clusters), made.needed)
+
+
+@pytest.mark.parametrize("most", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("rows", "columns", "clusters"),
+    [(257, 2304, 2), (200, 4050, 1), (40, 8500, 1), (450, 2100, 1)],
+    ids=str,
+)
+def test_groups(most: int, rows: int, columns: int, clusters: int) -> None:
+    """With x that stays in shared memory or passes through it; sums of several turns; all ways of a shape."""
+    made = Made(rows, columns, most - 3, escapes=columns == 2304)
+    ways = clusters_ways(made.window, most, "group_product")
+    assert ways
+    for how in ways:
+        assert np.array_equal(made.by(how, clusters), made.needed), how.label
 
 
 @pytest.mark.parametrize("most", [64, 128])
-@pytest.mark.parametrize(
-    ("rows", "columns", "clusters"), [(64, 6144, 1), (260, 4170, 1), (200, 4352, 2)], ids=str
-)
-def test_bits_where_x_is_loaded_again(most: int, rows: int, columns: int, clusters: int) -> None:
-    made = Made(rows, columns, most - 3, escapes=columns == 4352)
-    how = wide(made.window, most)
-    assert how.defines["OWN"] == 0
-    assert np.array_equal(made.by(how, clusters), made.needed)
-
-
-@pytest.mark.parametrize(("most", "decoders", "held"), [(64, 12, 1), (128, 8, 2)])
-def test_room(most: int, decoders: int, held: int) -> None:
-    """What the kernel lays out in shared memory, and no more: others that run beside it need some."""
-    found, sets = wide(windows.sections(64, 4096), most), decoders // 4
-    assert found.warps == most // 16 + decoders
-    assert found.shared == (
-        sets * 32768
-        + 2 * most // 16 * 4096
-        + decoders * (held * CHUNK_BYTES + 1024)
-        + 8 * (4 + 8 * sets + held * decoders)
-    )
+def test_room_of_wide_products(most: int) -> None:
+    """What the kernel lays out in shared memory, and no more."""
+    (found,) = clusters_ways(windows.sections(64, 4096), most, "wide_product")
+    assert found.warps == 16
+    pieces, sums, chunks, barriers = 4 * 128 * most, 2 * 256 * most, 12 * (2048 + 5632), 2 + 6 + 24 + 8
+    assert found.shared == pieces + sums + chunks + 8 * barriers
