@@ -116,12 +116,11 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
         }
 
 
-def of_way(plain: Seen, other: Seen) -> Seen:
-    """What the plain model makes of the windows that another way reads."""
+def of_groups(plain: Seen, every: int) -> Seen:
+    """What the plain model makes of the windows that a way reads which takes one of so many groups."""
     import torch
 
-    count, every = len(plain.sums), 1 if len(other.sums) == len(plain.sums) else SEVERAL
-    read = torch.arange(count) // GROUP % every == 0
+    read = torch.arange(len(plain.sums)) // GROUP % every == 0
     return Seen(*(it[read] for it in plain))
 
 
@@ -144,7 +143,8 @@ def compare(page: Page, found: Mapping[str, Seen]) -> dict[str, Any]:
         if name == PLAIN:
             continue
         moved = seen.moved.flatten()
-        rows, largest = differing(of_way(plain, seen), seen), moved.max().item()
+        every = OTHERS[name][2] if name in OTHERS else 1
+        rows, largest = differing(of_groups(plain, every), seen), moved.max().item()
         most = moved.kthvalue(math.ceil(MOST * len(moved))).values.item()
         ways[name] = {"differ": rows, "moved": largest, "mostly_moved": most}
         gap = f"{rows[0]['gap']:.4g}" if rows else "-"

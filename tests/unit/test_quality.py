@@ -97,7 +97,7 @@ def test_few_windows_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows = llama(initializer_range=0.3).float().eval(), torch.randint(0, 1000, (7, 12))
     found = measure({PLAIN: Way(model, 1), "some": Way(model, 1, 1, 2)}, windows)
     some, plain = found["some"], found[PLAIN]
-    beside = quality.of_way(plain, some)
+    beside = quality.of_groups(plain, 2)
     assert torch.equal(beside.sums, plain.sums[[0, 1, 4, 5]])
     assert torch.allclose(some.sums, beside.sums, rtol=1e-5)
     assert torch.equal(some.greedy, beside.greedy)

@@ -148,6 +148,14 @@ __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_g
 __device__ __forceinline__ void keep_register(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
 #endif
 
+template <u32 N>
+__device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
+  if constexpr (N == 16) wgmma_16(d, a, b, c, e, x);
+  else if constexpr (N == 32) wgmma_32(d, a, b, c, e, x);
+  else if constexpr (N == 64) wgmma_64(d, a, b, c, e, x);
+  else wgmma_128(d, a, b, c, e, x);
+}
+
 // Where B lies: columns 8 to 15 are `step` bytes after 0 to 7, eight rows 128 bytes after eight others.
 __device__ __forceinline__ u64 descriptor(u32 at, u32 step) {
   return (u64)(at >> 4 & 0x3FFF) | (u64)(step >> 4) << 16 | (u64)(128 >> 4) << 32;

@@ -241,6 +241,17 @@ __device__ __forceinline__ u16 ended(float sum, const u16* bias, u32 row) {
   return rounded(bias ? sum + __uint_as_float((u32)__ldg(bias + row) << 16) : sum);
 }
 
+// Of a stripe and eight rows of x, what a lane has with mma.m16n8k16: two rows of y from row k on, and two places of each.
+__device__ __forceinline__ void store_ended(u16* y, u64 y_stride, u32 n, u32 rows, u32 k, u32 row, float4 s, const u16* bias) {
+  if (k >= n || row >= rows) return;
+  u16* const to = y + k * y_stride + row;
+  to[0] = ended(s.x, bias, row);
+  if (k + 1 < n) to[y_stride] = ended(s.y, bias, row);
+  if (row + 8 >= rows) return;
+  to[8] = ended(s.z, bias, row + 8);
+  if (k + 1 < n) to[y_stride + 8] = ended(s.w, bias, row + 8);
+}
+
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 

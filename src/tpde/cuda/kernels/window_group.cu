@@ -70,19 +70,6 @@ __device__ __forceinline__ void store_x(u8* to, const uint4* v, u32 first, u32 e
   fence_shared();
 }
 
-// ---- products ----
-
-// d += A x, of 64 rows by 16 columns by NB: a lane has four words of A, and of d what it has with mma.m16n8k16.
-__device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
-#if NB == 16
-  wgmma_16(d, a, b, c, e, x);
-#elif NB == 32
-  wgmma_32(d, a, b, c, e, x);
-#else
-  wgmma_64(d, a, b, c, e, x);
-#endif
-}
-
 // As `product` of window.cu.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
 group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
@@ -160,18 +147,11 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
         // Of slot i: a stripe of the turn, and eight rows of x.
         const u32 pair = i * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
         const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
-        if (k >= n || row >= m.rows) continue;
         const float4* const p = (const float4*)(inbox + box * INBOX) + i * PARTS * 32 + lane;
         float4 v[PARTS];
 #pragma unroll
         for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * j];
-        const float4 s = pairwise(v);
-        u16* const to = y + k * y_stride + row;
-        to[0] = ended(s.x, bias, row);
-        if (k + 1 < n) to[y_stride] = ended(s.y, bias, row);
-        if (row + 8 >= m.rows) continue;
-        to[8] = ended(s.z, bias, row + 8);
-        if (k + 1 < n) to[y_stride + 8] = ended(s.w, bias, row + 8);
+        store_ended(y, y_stride, n, m.rows, k, row, pairwise(v), bias);
       }
       if (turn + INBOXES >= turns) return;
       if (threadIdx.x == 32 * WIDE) expect(full + 8 * box, INBOX);
@@ -257,8 +237,8 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
 #pragma unroll
             for (u32 j = 0; j < DEPTH; j++) {
               const u64 there = descriptor(at + (first + j) * X_TILE, X_STEP);
-              wgmma(sum[h], w[j][0], w[j][4], w[j][1], w[j][5], there);
-              wgmma(sum[h], w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
+              wgmma<NB>(sum[h], w[j][0], w[j][4], w[j][1], w[j][5], there);
+              wgmma<NB>(sum[h], w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
             }
             commit();
           }

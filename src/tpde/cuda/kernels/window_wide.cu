@@ -150,17 +150,6 @@ __device__ __forceinline__ void bring_half(u32 to, u32 barrier, const Place& p, 
 #endif
 }
 
-// ---- products ----
-
-// d += A x, of 64 rows by 16 columns by NB: a lane has four words of A, and of d what it has with mma.m16n8k16.
-__device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
-#if NB == 64
-  wgmma_64(d, a, b, c, e, x);
-#else
-  wgmma_128(d, a, b, c, e, x);
-#endif
-}
-
 // As `product` of window.cu, of rows that were arranged.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
 wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16* __restrict__ bias) {
@@ -237,14 +226,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
           // A stripe of the turn, and eight rows of x.
           const u32 slot = ENDERS * i + other, pair = slot * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
           const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
-          const float4 s = sum[i];
-          if (slot >= SLOTS || k >= n || row >= m.rows) continue;
-          u16* const to = y + k * y_stride + row;
-          to[0] = ended(s.x, bias, row);
-          if (k + 1 < n) to[y_stride] = ended(s.y, bias, row);
-          if (row + 8 >= m.rows) continue;
-          to[8] = ended(s.z, bias, row + 8);
-          if (k + 1 < n) to[y_stride + 8] = ended(s.w, bias, row + 8);
+          if (slot < SLOTS) store_ended(y, y_stride, n, m.rows, k, row, sum[i], bias);
         }
       }
     }
@@ -340,8 +322,8 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
               tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), low[t], r, e[2 * t], e[2 * t + 1], w);
               if (t == 0) wait_on(filled + 8 * stage, parities >> 2);
               registers_are_set();
-              wgmma(sum, w[0], w[4], w[1], w[5], at + (4 * t * X_STEP >> 4));
-              wgmma(sum, w[2], w[6], w[3], w[7], at + ((4 * t + 2) * X_STEP >> 4));
+              wgmma<NB>(sum, w[0], w[4], w[1], w[5], at + (4 * t * X_STEP >> 4));
+              wgmma<NB>(sum, w[2], w[6], w[3], w[7], at + ((4 * t + 2) * X_STEP >> 4));
               commit();
               wait_for_products<1>();  // those of the tile before have ended
               if (t == 0 && i + p) leave();
