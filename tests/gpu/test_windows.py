@@ -126,6 +126,22 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], content:
         assert torch.equal(bits(held.product(x, added)), bits(alone))  # again
 
 
+@pytest.mark.parametrize("content", ["weights", "halved"])
+@pytest.mark.parametrize("shape", [(4000, 2240), (513, 14336)], ids=str)
+def test_products_have_the_same_bits_every_time(shape: tuple[int, int], content: str) -> None:
+    """Copies to shared memory that overtook reads of it spoilt one product of 100 to 2,300."""
+    held = Held(matrix(*shape, content))
+    x = of_batch(held, MOST_ROWS, 1e-3)
+    alone = bits(torch.cat([held.product(row[None]) for row in x]))
+    for count in (8, 16, 32, 64, MOST_ROWS):
+        for how in held.device.ways(count):
+            held.device.choose(count, how)
+            others = torch.zeros((), dtype=torch.int64, device="cuda")
+            for _ in range(1000):
+                others += (bits(held.product(x[:count])) != alone[:count]).any()
+            assert not int(others), how.label
+
+
 @pytest.mark.parametrize("tails", ["normal", "heavy"])
 @pytest.mark.parametrize("shape", [(100, 384), (300, 768), (64, 2048), (4096, 4096), (513, 14336)], ids=str)
 def test_the_error_is_the_matrix_librarys(shape: tuple[int, int], tails: str) -> None:

@@ -1,10 +1,11 @@
 /* Instructions of hopper.cuh, for emulated.h: clusters, barriers in shared memory, copies that tell them, and `wgmma`.
  *
- * Copies come late, and not in their order. Products read what they multiply when they are waited for; that nobody has
- * changed it since they were begun is checked. */
+ * Copies come late, and not in their order. A lane that has waited for copies must end its reads by `fence_shared` before
+ * its warp begins others that tell the same barrier. Products read what they multiply when they are waited for; that nobody
+ * has changed it since they were begun is checked. */
 
 namespace fibers {
-struct Barrier { unsigned at, count, left, phase; long bytes; };
+struct Barrier { unsigned at, count, left, phase; long bytes; bool reads[MOST_THREADS]; };
 struct Barriers { unsigned count; Barrier made[256]; };
 static Barriers barriers[MOST_BLOCKS];
 struct Delivery { unsigned block, to, barrier, bytes; const void *from; float values[4]; };
@@ -104,12 +105,13 @@ static void make_barrier(unsigned barrier, unsigned count) {
   using namespace fibers;
   Barriers &all = barriers[rank()];
   if (barrier % 8 || barrier + 8 > shared_bytes || all.count == 256) fail("a wrong barrier");
-  all.made[all.count++] = {barrier, count, count, 0, 0};
+  all.made[all.count++] = {barrier, count, count, 0, 0, {}};
 }
 static void fence_barriers() {}
 static void expect(unsigned barrier, unsigned bytes) { fibers::arrive_on(fibers::rank(), barrier, bytes); }
 static void wait_on(unsigned barrier, unsigned parity) {
   while ((fibers::barrier_of(fibers::rank(), barrier).phase & 1) == parity) fibers::yield();
+  fibers::barrier_of(fibers::rank(), barrier).reads[threadIdx.x] = true;
   fibers::moved = true;
 }
 static void arrive_at(unsigned barrier) { fibers::arrive_on(fibers::rank(), barrier, 0); }
@@ -124,12 +126,18 @@ static void arrive() {
 static void wait_for_cluster() {
   while (fibers::gatherings == gathering_of[fibers::rank()][threadIdx.x]) fibers::yield();
 }
-static void fence_shared() {}
+static void fence_shared() {
+  fibers::Barriers &all = fibers::barriers[fibers::rank()];
+  for (unsigned i = 0; i < all.count; i++) all.made[i].reads[threadIdx.x] = false;
+}
 static void follow_early() {}
 static void wait_for_last() {}
 static uint4 load_16(const unsigned short *p) { return __ldg((const uint4 *)p); }
 template <int COUNT, bool MORE> void take_registers() {}
 static void copy_bulk(unsigned to, const unsigned char *from, unsigned bytes, unsigned barrier) {
+  const fibers::Barrier &told = fibers::barrier_of(fibers::rank(), barrier);
+  for (unsigned i = 0; i < 32; i++)
+    if (told.reads[threadIdx.x / 32 * 32 + i]) fibers::fail("a copy comes where a lane may still read");
   fibers::under_way({fibers::rank(), to, barrier, bytes, from, {}});
 }
 static void send(unsigned to, unsigned barrier, const float *v) {
@@ -169,4 +177,4 @@ template <int LEFT> void wait_for_products() {
   mine.count -= done;
   meet(0xFFFFFFFFu, 0);
 }
-static void keep_register(float &) {}
+template <typename T> void keep_register(T &) {}

@@ -15,14 +15,11 @@
 
 #include "window.cuh"
 #include "hopper.cuh"
+#define STRIPES WIDE
+#include "window_cluster.cuh"
 
 #define OTHERS 4u  // warps that do not multiply
 #define ALL_WARPS (WIDE + OTHERS)
-#define TILES (NB / 8u)
-#define SUMS 512u                       // bytes of a part's sums of a stripe and eight rows of x
-#define SLOTS (WIDE * TILES / CLUSTER)  // of those that a block ends in a turn
-#define INBOX (SLOTS * PARTS * SUMS)
-#define X_STEP (NB * 16u)        // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define X_TILE (4 * X_STEP)
 #define X_CHUNK (8 * X_TILE)
 #define PIECES (WIDE == 8 ? 12 : 8)  // 16 bytes of x that a thread loads at a time, at first
@@ -70,6 +67,14 @@ __device__ __forceinline__ void store_x(u8* to, const uint4* v, u32 first, u32 e
   fence_shared();
 }
 
+// Copy a chunk to shared memory, meanwhile, and tell a barrier.
+__device__ __forceinline__ void bring(u32 to, u32 barrier, const Matrix& m, u32 stripe, u32 chunk, u32 lane) {
+  if (lane) return;
+  const u32 bytes = PAIR_BYTES * pairs_of(m, chunk);
+  expect(barrier, bytes);
+  copy_bulk(to, body_of(m, stripe, chunk), bytes, barrier);
+}
+
 // As `product` of window.cu.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
 group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
@@ -85,7 +90,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
   const u32 turns = (stripes - start + step - 1) / step;
   u8* const xs = shared;                   // [STAGES] chunks of x
-  u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][PARTS] partial sums that this block adds up, 16 bytes a lane
+  u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][PARTS] partial sums that this block adds up
   u8* const planes = inbox + INBOXES * INBOX;  // [WIDE] planes of escapes, and chunks
   u8 *const plane = planes + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
   // Barriers: an inbox is full, all have read theirs, a warp's chunk has come, a stage is filled, nobody reads it.
@@ -93,6 +98,10 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const u32 come = read + 8 * INBOXES + 8 * warp, filled = read + 8 * (INBOXES + WIDE), emptied = filled + 8 * STAGES;
   const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
+  const auto inbox_of = [&](u32 turn) -> Inbox {
+    const u32 box = turn % INBOXES;
+    return {shared_address(inbox) + box * INBOX, full + 8 * box, read + 8 * box};
+  };
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * OTHERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
@@ -138,25 +147,11 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   if (warp >= WIDE) {
     take_registers<OTHER_REGISTERS, false>();
     const u32 other = warp - WIDE;
-    // Add up a turn's partial sums, and store y: nobody waits for that, but until all have been read.
+    const Out out = {y, y_stride, n, m.rows, bias};
     const auto end = [&](u32 turn) {
       const u32 box = turn % INBOXES;
-      wait_on(full + 8 * box, turn / INBOXES % 2);
-#pragma unroll 1
-      for (u32 i = other; i < SLOTS; i += OTHERS) {
-        // Of slot i: a stripe of the turn, and eight rows of x.
-        const u32 pair = i * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
-        const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
-        const float4* const p = (const float4*)(inbox + box * INBOX) + i * PARTS * 32 + lane;
-        float4 v[PARTS];
-#pragma unroll
-        for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * j];
-        store_ended(y, y_stride, n, m.rows, k, row, pairwise(v), bias);
-      }
-      if (turn + INBOXES >= turns) return;
-      if (threadIdx.x == 32 * WIDE) expect(full + 8 * box, INBOX);
-      __syncwarp();
-      if (lane < CLUSTER) arrive_in(read + 8 * box, lane);
+      const float4* const sums = (const float4*)(inbox + box * INBOX);
+      end_sums<OTHERS>(sums, inbox_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
@@ -216,7 +211,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
           wait_on(come, parity);
           parity ^= 1;
           take(c, held, pairs, lane);
-          __syncwarp();  // the next chunk comes there
+          leave_to_copies();  // the next chunk comes there
           if (next_round < turns) {
             coming = load_entries(m, after, lane);
             bring(shared_address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);
@@ -251,16 +246,13 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
       wait_for_products<0>();
 #pragma unroll
       for (u32 h = 0; h < EACH; h++) {
-        const u32 turn = round + h, box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + part * SUMS + 16 * lane;
+        const u32 turn = round + h;
         if (turn >= turns) break;
 #pragma unroll
         for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[h][t]);  // they are read below, not above
-        if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
-#pragma unroll
-        for (u32 t = 0; t < TILES; t++) {
-          const u32 pair = warp * TILES + t, block = pair % CLUSTER;
-          send(in_block(to + pair / CLUSTER * PARTS * SUMS, block), in_block(full + 8 * box, block), sum[h] + 4 * t);
-        }
+        const Inbox to = inbox_of(turn);
+        if (turn >= INBOXES) wait_on(to.read, (turn / INBOXES - 1) % 2);
+        send_sums(sum[h], to, part, warp, lane);
       }
     }
   }

@@ -14,6 +14,8 @@
 
 #include "window.cuh"
 #include "hopper.cuh"
+#define STRIPES 4u
+#include "window_cluster.cuh"
 
 #define MULTIPLIERS 12u  // warps that multiply
 #define OTHERS 4u        // warps that do not
@@ -24,14 +26,9 @@
 #define INBOXES 2u  // turns' partial sums that there is room for
 // Barriers of that room: a turn's group waits for each of its own once, whichever groups were there before.
 #define ROOMS (INBOXES * GROUPS)
-#define TILES (NB / 8u)
-#define SUMS 512u                    // bytes of a part's sums of a stripe and eight rows of x
-#define SLOTS (4 * TILES / CLUSTER)  // of those that a block ends in a turn
-#define INBOX (SLOTS * PARTS * SUMS)
 #define HALF_PLANE 2048u             // bytes: the places of half a chunk
 #define WARP_ROOM (HALF_PLANE + CHUNK_BYTES)
 #define LOW_AT 1536u                 // where the low bytes of a chunk are
-#define X_STEP (NB * 16u)            // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define X_PIECE (8 * X_STEP)
 // Registers of threads that multiply, and of others. All have 128 at first, and 64 Ki are there.
 #define REGISTERS 152
@@ -164,7 +161,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
   const u32 turns = (stripes - start + step - 1) / step, rounds = (turns + GROUPS - 1) / GROUPS;
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
   u8* const xs = shared;                      // [STAGES] pieces of x
-  u8* const inbox = xs + STAGES * X_PIECE;    // [INBOXES][SLOTS][PARTS] partial sums that this block adds up, 16 bytes a lane
+  u8* const inbox = xs + STAGES * X_PIECE;    // [INBOXES][SLOTS][PARTS] partial sums that this block adds up
   u8* const planes = inbox + INBOXES * INBOX;  // [MULTIPLIERS] planes of escapes, and chunks
   // Barriers: an inbox is full, all have read theirs, halves of a warp's chunk have come, a stage is filled, nobody reads it.
   const u32 full = shared_address(planes + MULTIPLIERS * WARP_ROOM), read = full + 8 * INBOXES, come = read + 8 * ROOMS + 16 * warp;
@@ -200,34 +197,14 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     } else {
-      // Add up turns' partial sums, and store y.
+      const Out out = {y, y_stride, n, m.rows, bias};
 #pragma unroll 1
       for (u32 turn = 0; turn < turns; turn++) {
+        // The next turn's group that stores there waits for a barrier of its own.
         const u32 box = turn % INBOXES;
-        float4 sum[(SLOTS + ENDERS - 1) / ENDERS];
-        wait_on(full + 8 * box, turn / INBOXES % 2);
-#pragma unroll
-        for (u32 i = 0; i * ENDERS < SLOTS; i++) {
-          const u32 slot = min(ENDERS * i + other, SLOTS - 1);
-          const float4* const p = (const float4*)(inbox + box * INBOX) + slot * PARTS * 32 + lane;
-          float4 v[PARTS];
-#pragma unroll
-          for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * j];
-          sum[i] = pairwise(v);
-          keep_register(sum[i].x), keep_register(sum[i].y), keep_register(sum[i].z), keep_register(sum[i].w);
-        }
-        if (turn + INBOXES < turns) {
-          if (other + lane == 0) expect(full + 8 * box, INBOX);
-          __syncwarp();
-          if (lane < CLUSTER) arrive_in(read + 8 * ((turn + INBOXES) % ROOMS), lane);
-        }
-#pragma unroll
-        for (u32 i = 0; i * ENDERS < SLOTS; i++) {
-          // A stripe of the turn, and eight rows of x.
-          const u32 slot = ENDERS * i + other, pair = slot * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
-          const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
-          if (slot < SLOTS) store_ended(y, y_stride, n, m.rows, k, row, sum[i], bias);
-        }
+        const Inbox from = {0, full + 8 * box, read + 8 * ((turn + INBOXES) % ROOMS)};
+        const float4* const sums = (const float4*)(inbox + box * INBOX);
+        end_sums<ENDERS>(sums, from, turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
       }
     }
   } else {
@@ -330,7 +307,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
             }
             pass_stage();
           }
-          __syncwarp();  // the next chunk comes where this one was read
+          leave_to_copies();  // the next chunk comes where this one was read
           if (there) bring_half(shared_address(held), come + 8 * half, then, half, lane);
           wipe_half(plane, a, half), wipe_half(plane, b, half);
           if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
@@ -341,13 +318,10 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       leave();
 #pragma unroll
       for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[t]);  // they are read below, not above
-      const u32 box = turn % INBOXES, to = shared_address(inbox) + box * INBOX + part * SUMS + 16 * lane;
-      if (turn >= INBOXES) wait_on(read + 8 * (turn % ROOMS), (turn / ROOMS - (turn % ROOMS < INBOXES)) % 2);
-#pragma unroll
-      for (u32 t = 0; t < TILES; t++) {
-        const u32 pair = beside * TILES + t, block = pair % CLUSTER;
-        send(in_block(to + pair / CLUSTER * PARTS * SUMS, block), in_block(full + 8 * box, block), sum + 4 * t);
-      }
+      const u32 box = turn % INBOXES;
+      const Inbox to = {shared_address(inbox) + box * INBOX, full + 8 * box, read + 8 * (turn % ROOMS)};
+      if (turn >= INBOXES) wait_on(to.read, (turn / ROOMS - (turn % ROOMS < INBOXES)) % 2);
+      send_sums(sum, to, part, beside, lane);
     }
     if ((rounds - 1) * GROUPS + group >= turns)  // others have one turn more
 #pragma unroll 1

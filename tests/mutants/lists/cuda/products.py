@@ -122,9 +122,9 @@ MUTANTS = (
     ),
     mutant(
         "wide-products-in-another-order",
-        "cuda/kernels/window_wide.cu",
-        "box * INBOX + part * SUMS + 16 * lane",
-        "box * INBOX + (part + 1) % PARTS * SUMS + 16 * lane",
+        "cuda/kernels/window_cluster.cuh",
+        "pair / CLUSTER * PARTS + part) * SUMS",
+        "pair / CLUSTER * PARTS + (part + 1) % PARTS) * SUMS",
         "sums of parts are added up in another order than `product` does",
         _CLUSTERS,
     ),
@@ -142,6 +142,14 @@ MUTANTS = (
         "copy_bulk(to + at, p.body + codes + 2048 * half, low, barrier)",
         "copy_bulk(to + at - (half ? LOW_AT - codes : 0), p.body + codes + 2048 * half, low, barrier)",
         "the next chunk comes where the second half of one of three pairs is still to be read",
+        _CLUSTERS,
+    ),
+    mutant(
+        "copies-that-overtake-reads",
+        "cuda/kernels/hopper.cuh",
+        "leave_to_copies() {\n  fence_shared();\n",
+        "leave_to_copies() {\n",
+        "a copy may come where a warp still reads the chunk before",
         _CLUSTERS,
     ),
     mutant(
@@ -163,8 +171,8 @@ MUTANTS = (
     mutant(
         "groups-that-wait-for-no-room",
         "cuda/kernels/window_group.cu",
-        "if (turn >= INBOXES) wait_on(read",
-        "if (false) wait_on(read",
+        "if (turn >= INBOXES) wait_on(to.read",
+        "if (false) wait_on(to.read",
         "sums are written over while they are read",
         _CLUSTERS,
     ),
