@@ -12,7 +12,7 @@ from tpde.codec import window_plan, windows
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import SOURCE, WARP_BYTES, WARPS, Product, matrix_defines, ways_of
 
-CLUSTER, AT = 8, 128
+AT = 128
 HOPPER = DeviceFacts("H100", (9, 0), 132, 227 << 10)
 
 
@@ -61,8 +61,7 @@ class Made:
             window.columns,
         ]
         kernel = kernel_on_cpu(how.source, how.name, how.defines, 0)
-        cluster = CLUSTER if how.grouped else 1
-        launch = kernel.launch(grid * cluster, 32 * how.warps, how.shared, cluster=cluster)
+        launch = kernel.launch(grid * how.cluster, 32 * how.warps, how.shared, cluster=how.cluster)
         room = aligned(np.full(how.room, 0xA5, np.uint8))
         for first in range(0, len(x), how.rows):
             rows, out = x[first : first + how.rows], y[first:]
@@ -75,23 +74,23 @@ class Made:
         return y
 
 
-@pytest.mark.parametrize("most", [64, 128])
+@pytest.mark.parametrize(("most", "cluster"), [(64, 8), (128, 8), (128, 4)])
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "clusters"),
     [
         (1, 2048, 1, 1),  # a part of one chunk, one row
         (257, 2304, 37, 2),  # the first part has two chunks, the others one
         (200, 4050, 64, 1),  # a chunk that is not full; four turns, of which a group takes two
-        (500, 2300, 60, 1),  # eight turns, in three rounds
+        (1500, 2300, 60, 1),  # 24 turns: rooms and barriers of sums are taken several times
         (260, 4170, 61, 1),  # a last chunk of two pairs of tiles
         (260, 2230, 61, 1),  # and of three, before whole ones
         (64, 6144, 64, 1),
     ],
 )
-def test_wide(most: int, rows: int, columns: int, count: int, clusters: int) -> None:
+def test_wide(most: int, cluster: int, rows: int, columns: int, count: int, clusters: int) -> None:
     """Of x that was arranged, with zeros beyond its rows and columns."""
     made = Made(rows, columns, count * most // 64, escapes=columns in (2230, 2304))
-    (how,) = clusters_ways(made.window, most, "wide_product")
+    (how,) = (it for it in clusters_ways(made.window, most, "wide_product") if it.cluster == cluster)
     assert how.room == made.window.stripe_chunks * 512 * most
     assert np.array_equal(made.by(how, clusters), made.needed)
 
@@ -111,10 +110,13 @@ def test_groups(most: int, rows: int, columns: int, clusters: int) -> None:
         assert np.array_equal(made.by(how, clusters), made.needed), how.label
 
 
-@pytest.mark.parametrize("most", [64, 128])
-def test_room_of_wide_products(most: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "cluster", "warps", "rooms"), [(64, 8, 12, 3), (128, 8, 12, 2), (128, 4, 8, 2)]
+)
+def test_room_of_wide_products(most: int, cluster: int, warps: int, rooms: int) -> None:
     """What the kernel lays out in shared memory, and no more."""
-    (found,) = clusters_ways(windows.sections(64, 4096), most, "wide_product")
-    assert found.warps == 16
-    pieces, sums, chunks, barriers = 4 * 128 * most, 2 * 256 * most, 12 * (2048 + 5632), 2 + 6 + 24 + 8
-    assert found.shared == pieces + sums + chunks + 8 * barriers
+    ways = clusters_ways(windows.sections(64, 4096), most, "wide_product")
+    (found,) = (it for it in ways if it.cluster == cluster)
+    assert found.warps == warps + 4
+    pieces, sums, chunks = 4 * 128 * most, rooms * 256 * most, warps * (2048 + 5632)
+    assert found.shared == pieces + sums + chunks + 8 * (rooms + rooms * warps // 4 + 2 * warps + 8)

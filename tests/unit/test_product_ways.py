@@ -57,6 +57,19 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "cluster"),
+    [
+        (28672, 4096, 4),  # many turns of two chunks a part
+        (6144, 4096, 8),  # few turns
+        (28672, 4352, 8),  # three chunks a part
+    ],
+)
+def test_four_blocks_have_two_parts_each_where_sums_take_long(rows: int, columns: int, cluster: int) -> None:
+    ways = ways_of(device(H200, True), sections(rows, columns), 128)
+    assert [it.cluster for it in ways if it.rows == 128] == [cluster, 12 - cluster]
+
+
+@pytest.mark.parametrize(
     ("rows", "columns", "count", "name"),
     [
         (5120, 4096, 1, "group_product"),  # 320 stripes, 264 blocks at a time
@@ -83,8 +96,8 @@ def test_groups_take_few_rows_where_blocks_would_idle(rows: int, columns: int, c
         (4096, 64, ["group 64", "wide 64", "group 32", "group 32"]),
         (6144, 64, ["group 64", "wide 64", "group 64", "group 32", "group 32"]),
         (14336, 64, ["wide 64", "group 64", "group 32", "group 32", "group 32"]),
-        (4096, 128, ["wide 128", "group 64", "wide 64"]),
-        (14336, 128, ["wide 128", "wide 64", "group 64"]),
+        (4096, 128, ["wide 128", "wide 128", "group 64", "wide 64"]),
+        (14336, 128, ["wide 128", "wide 128", "wide 64", "group 64"]),
     ],
 )
 def test_others_follow(columns: int, count: int, names: list[str]) -> None:

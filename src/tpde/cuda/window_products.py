@@ -34,7 +34,6 @@ X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of 
 _DECODING = "rows", "lookup"  # kernels
 _COMPILING = 4  # kernels at a time
 _ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
-_CLUSTER = 8  # blocks
 _ARRANGERS, _BESIDE = 256, 4  # threads of a block of `arrange`, and blocks of a multiprocessor at most
 
 
@@ -303,17 +302,17 @@ def _launch_of(backend: Backend, rows: int, columns: int, flags: int, count: int
 
 
 def _launch(backend: Backend, window: Window, how: Product, device: int) -> _Launch | None:
-    """The launch; None if the device never runs eight blocks of it at a time, as a part of one may not."""
+    """The launch; None if the device never runs a cluster of it at a time, as a part of one may not."""
     kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.grouped)
     have, stripes = backend.facts(device), window.stripes
     early = have.capability >= (9, 0)  # kernels start while those before them end
     if how.grouped:
         threads = 32 * how.warps
-        most = kernel.clusters_at_once(_CLUSTER, threads, how.shared)
-        grid = _CLUSTER * min(most, -(-stripes // how.stripes))
+        most = kernel.clusters_at_once(how.cluster, threads, how.shared)
+        grid = how.cluster * min(most, -(-stripes // how.stripes))
         if not grid:
             return None
-        launch = kernel.launch(grid, threads, how.shared, cluster=_CLUSTER, early=early)
+        launch = kernel.launch(grid, threads, how.shared, cluster=how.cluster, early=early)
         return _Launch(how.rows, launch, _arrange(backend, window, how, device), how.room)
     beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
     grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))

@@ -13,9 +13,10 @@
 // beside each other, 1 or 2; STAGES, how many chunks of x are in shared memory; STREAMS, whether a part has more; INBOXES,
 // how many turns' partial sums there is room for.
 
+#define CLUSTER 8u  // blocks, one for each part
+#define STRIPES WIDE
 #include "window.cuh"
 #include "hopper.cuh"
-#define STRIPES WIDE
 #include "window_cluster.cuh"
 
 #define OTHERS 4u  // warps that do not multiply
@@ -90,23 +91,23 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
   const u32 turns = (stripes - start + step - 1) / step;
   u8* const xs = shared;                   // [STAGES] chunks of x
-  u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][PARTS] partial sums that this block adds up
-  u8* const planes = inbox + INBOXES * INBOX;  // [WIDE] planes of escapes, and chunks
+  u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][CLUSTER] partial sums that this block adds up
+  u8* const planes = inbox + INBOXES * TURN_SUMS;  // [WIDE] planes of escapes, and chunks
   u8 *const plane = planes + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
   // Barriers: an inbox is full, all have read theirs, a warp's chunk has come, a stage is filled, nobody reads it.
   const u32 full = shared_address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8 * INBOXES;
   const u32 come = read + 8 * INBOXES + 8 * warp, filled = read + 8 * (INBOXES + WIDE), emptied = filled + 8 * STAGES;
   const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
-  const auto inbox_of = [&](u32 turn) -> Inbox {
+  const auto room_of = [&](u32 turn) -> Room {
     const u32 box = turn % INBOXES;
-    return {shared_address(inbox) + box * INBOX, full + 8 * box, read + 8 * box};
+    return {shared_address(inbox) + box * TURN_SUMS, full + 8 * box, read + 8 * box};
   };
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * OTHERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
-    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
+    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, TURN_SUMS);
   }
   Entries coming = {0, 0, 0, 0};
   Range after = {0, 0};
@@ -149,9 +150,8 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
     const u32 other = warp - WIDE;
     const Out out = {y, y_stride, n, m.rows, bias};
     const auto end = [&](u32 turn) {
-      const u32 box = turn % INBOXES;
-      const float4* const sums = (const float4*)(inbox + box * INBOX);
-      end_sums<OTHERS>(sums, inbox_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
+      const float4* const sums = (const float4*)(inbox + turn % INBOXES * TURN_SUMS);
+      end_sent<OTHERS>(sums, room_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
@@ -250,7 +250,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
         if (turn >= turns) break;
 #pragma unroll
         for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[h][t]);  // they are read below, not above
-        const Inbox to = inbox_of(turn);
+        const Room to = room_of(turn);
         if (turn >= INBOXES) wait_on(to.read, (turn / INBOXES - 1) % 2);
         send_sums(sum[h], to, part, warp, lane);
       }

@@ -2,36 +2,37 @@
 //
 // A kernel, `arrange`, writes x as `wgmma` takes it, in pieces of 64 columns; `wide_product` multiplies.
 //
-// Eight blocks, a cluster, take four stripes at a time together, a turn, each of them one part of their columns. A group of
+// A cluster of blocks takes four stripes at a time together, a turn, each block one part of their columns or two. A group of
 // four warps multiplies a turn: `wgmma` multiplies the words in their registers by x in shared memory, and adds 16 products
-// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. The eight partial sums of a stripe and
-// eight rows of x go to one block of the cluster, which ends them.
+// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. The sums of a stripe and eight rows of x
+// are fetched by one block of the cluster, which ends them.
 //
-// A block has twelve warps that multiply, one that has pieces of x copied while others are multiplied, and three that add
-// partial sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
+// A block has WIDE warps that multiply, one that has pieces of x copied while others are multiplied, and three that fetch
+// and add sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
 //
-// Macros: those of window.cuh; NB, the most rows of x: 64 or 128.
+// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; CLUSTER, blocks: 8, or 4 with two parts each; WIDE, 12,
+// or 8 with two parts, whose sums take more registers.
 
+#define STRIPES 4u
 #include "window.cuh"
 #include "hopper.cuh"
-#define STRIPES 4u
 #include "window_cluster.cuh"
 
-#define MULTIPLIERS 12u  // warps that multiply
-#define OTHERS 4u        // warps that do not
-#define ENDERS 3u        // of them, those that end sums
-#define ALL_WARPS (MULTIPLIERS + OTHERS)
-#define GROUPS (MULTIPLIERS / 4u)
-#define STAGES 4u   // pieces of x in shared memory: a chunk's
-#define INBOXES 2u  // turns' partial sums that there is room for
-// Barriers of that room: a turn's group waits for each of its own once, whichever groups were there before.
-#define ROOMS (INBOXES * GROUPS)
+#define EACH (PARTS / CLUSTER)  // parts of a block
+#define OTHERS 4u               // warps that do not multiply
+#define ENDERS 3u               // of them, those that end sums
+#define ALL_WARPS (WIDE + OTHERS)
+#define GROUPS (WIDE / 4u)
+#define STAGES 4u                 // pieces of x in shared memory: a chunk's
+#define ROOMS (NB == 64 ? 3u : 2u)  // for turns' sums
+// Barriers of rooms that have been read: a turn's group waits for each of its own once, whichever groups were there before.
+#define READS (ROOMS * GROUPS)
 #define HALF_PLANE 2048u             // bytes: the places of half a chunk
 #define WARP_ROOM (HALF_PLANE + CHUNK_BYTES)
 #define LOW_AT 1536u                 // where the low bytes of a chunk are
 #define X_PIECE (8 * X_STEP)
-// Registers of threads that multiply, and of others. All have 128 at first, and 64 Ki are there.
-#define REGISTERS 152
+// Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
+#define REGISTERS (WIDE == 12 ? 152 : 224)
 #define OTHER_REGISTERS 56
 #define ARRANGERS 256  // threads of a block of `arrange`
 
@@ -42,7 +43,8 @@
 // (windows.md 2.2).
 extern "C" __global__ void __launch_bounds__(ARRANGERS)
 arrange(const u16* x, u64 x_stride, u32 n, u32 columns, u8* to) {
-  follow();
+  follow_early();  // the next kernel's first weights come while this one waits: 2 us less a product
+  wait_for_last();
   const u32 octets = (columns + 255) / 256 * 32, there = (columns + 7) / 8;
   for (u32 i = blockIdx.x * ARRANGERS + threadIdx.x; i < octets * NB; i += gridDim.x * ARRANGERS) {
     // Four octets of eight rows are 128 bytes of each product's words.
@@ -153,33 +155,37 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
   DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
-  const u32 part = rank_in_cluster();
-  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes four stripes, the first one from `start`
-  // on; a round is a turn of each group, which passes over x once.
-  const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
+  const u32 rank = rank_in_cluster();
+  // A part's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes four stripes, the first one from `start` on; a
+  // round is a turn of each group, which passes over x once.
+  const auto chunk_of = [&](u32 h, u32 i) { return EACH * rank + h + PARTS * i; };  // of this block's parts
+  const auto count_of = [&](u32 h) { return (m.chunks - chunk_of(h, 0) + PARTS - 1) / PARTS; };
+  const u32 own = count_of(0) + (EACH == 2 ? count_of(1) : 0);
   const u32 step = gridDim.x / CLUSTER * 4, start = blockIdx.x / CLUSTER * 4;
   const u32 turns = (stripes - start + step - 1) / step, rounds = (turns + GROUPS - 1) / GROUPS;
-  const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
   u8* const xs = shared;                      // [STAGES] pieces of x
-  u8* const inbox = xs + STAGES * X_PIECE;    // [INBOXES][SLOTS][PARTS] partial sums that this block adds up
-  u8* const planes = inbox + INBOXES * INBOX;  // [MULTIPLIERS] planes of escapes, and chunks
-  // Barriers: an inbox is full, all have read theirs, halves of a warp's chunk have come, a stage is filled, nobody reads it.
-  const u32 full = shared_address(planes + MULTIPLIERS * WARP_ROOM), read = full + 8 * INBOXES, come = read + 8 * ROOMS + 16 * warp;
-  const u32 filled = read + 8 * (ROOMS + 2 * MULTIPLIERS), emptied = filled + 8 * STAGES;
+  u8* const sums = xs + STAGES * X_PIECE;     // [ROOMS][STRIPES][TILES] this block's, 16 bytes a lane
+  u8* const planes = sums + ROOMS * TURN_SUMS;  // [WIDE] planes of escapes, and chunks
+  // Barriers: all blocks' sums are there, all have read this one's, halves of a warp's chunk have come, a stage is filled,
+  // nobody reads it.
+  const u32 ready = shared_address(planes + WIDE * WARP_ROOM), read = ready + 8 * ROOMS, come = read + 8 * READS + 16 * warp;
+  const u32 filled = read + 8 * (READS + 2 * WIDE), emptied = filled + 8 * STAGES;
+  const auto room_of = [&](u32 turn, u32 reader) -> Room {
+    return {shared_address(sums) + turn % ROOMS * TURN_SUMS, ready + 8 * (turn % ROOMS), read + 8 * (reader % READS)};
+  };
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1);
-    for (u32 i = 0; i < ROOMS; i++) make_barrier(read + 8 * i, CLUSTER * ENDERS);
-    for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, MULTIPLIERS);
+    for (u32 i = 0; i < ROOMS; i++) make_barrier(ready + 8 * i, CLUSTER * STRIPES);
+    for (u32 i = 0; i < READS; i++) make_barrier(read + 8 * i, CLUSTER * ENDERS);
+    for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
-    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
   }
   follow_early();
-  if (warp >= MULTIPLIERS) {
+  if (warp >= WIDE) {
     take_registers<OTHER_REGISTERS, false>();
     __syncthreads();
     arrive();
     wait_for_cluster();  // all have their barriers
-    const u32 other = warp - MULTIPLIERS, pass = 4 * own;
+    const u32 other = warp - WIDE;
     if (other == ENDERS) {
       // Have pieces of x copied to stages that nobody reads.
       wait_for_last();  // x was arranged by the last kernel; the weights were not
@@ -187,11 +193,12 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll 1
       for (u32 round = 0; round < rounds; round++)
 #pragma unroll 1
-        for (u32 i = 0; i < pass; i++) {
+        for (u32 i = 0; i < 4 * own; i++) {
+          const u32 k = i / 4, first = count_of(0), chunk = k < first ? chunk_of(0, k) : chunk_of(1, k - first);
           wait_on(emptied + 8 * stage, parity);  // the first time nobody has read there
           if (lane == 0) {
             expect(filled + 8 * stage, X_PIECE);
-            copy_bulk(shared_address(xs) + stage * X_PIECE, x + (u64)(4 * chunk_of(i / 4) + i % 4) * X_PIECE, X_PIECE, filled + 8 * stage);
+            copy_bulk(shared_address(xs) + stage * X_PIECE, x + (u64)(4 * chunk + i % 4) * X_PIECE, X_PIECE, filled + 8 * stage);
           }
           __syncwarp();
           if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -201,10 +208,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll 1
       for (u32 turn = 0; turn < turns; turn++) {
         // The next turn's group that stores there waits for a barrier of its own.
-        const u32 box = turn % INBOXES;
-        const Inbox from = {0, full + 8 * box, read + 8 * ((turn + INBOXES) % ROOMS)};
-        const float4* const sums = (const float4*)(inbox + box * INBOX);
-        end_sums<ENDERS>(sums, from, turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
+        end_fetched<ENDERS>(room_of(turn, turn + ROOMS), turn / ROOMS % 2, turn + ROOMS < turns, out, start + turn * step, rank, other, lane);
       }
     }
   } else {
@@ -215,13 +219,16 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     Entries coming = {0, 0, 0, 0};
     Range after = {0, 0};
     Records ahead = {0, 0};
-    // This warp's next chunk: of which turn, and which of the part's; and where it lies.
-    u32 next_turn = group, next = 0;
-    Place ahead_at = place_of(m, stripe_of(group), part);
+    // This warp's next chunk: of which turn and part, and which of the part's; and where it lies.
+    u32 next_turn = group, next_part = 0, next = 0;
+    Place ahead_at = place_of(m, stripe_of(group), chunk_of(0, 0));
     const auto advance = [&] {
-      if (++next == own) next = 0, next_turn += GROUPS;
+      if (++next == count_of(next_part)) {
+        next = 0;
+        if (++next_part == EACH) next_part = 0, next_turn += GROUPS;
+      }
       if (next_turn >= turns) return;
-      const u32 stripe = stripe_of(next_turn), chunk = chunk_of(next);
+      const u32 stripe = stripe_of(next_turn), chunk = chunk_of(next_part, next);
       ahead_at = place_of(m, stripe, chunk);
       after = range_of(m, stripe, chunk);
     };
@@ -235,7 +242,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       bring_half(shared_address(held), come, ahead_at, 0, lane);
       bring_half(shared_address(held), come + 8, ahead_at, 1, lane);
       ahead = records_of(m, stripe_of(group), lane);
-      coming = load_entries(m, range_of(m, stripe_of(group), part), lane);
+      coming = load_entries(m, range_of(m, stripe_of(group), chunk_of(0, 0)), lane);
       advance();
     }
     __syncthreads();
@@ -253,75 +260,82 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     };
 #pragma unroll 1
     for (u32 turn = group; turn < turns; turn += GROUPS) {
-      float sum[TILES * 4];
+      float sum[EACH][TILES * 4];
 #pragma unroll
-      for (u32 t = 0; t < TILES * 4; t++) sum[t] = 0;
+      for (u32 t = 0; t < EACH * TILES * 4; t++) sum[t / (TILES * 4)][t % (TILES * 4)] = 0;
       const Rows r = rows_of(ahead, m.zero);
       if (turn + GROUPS < turns) ahead = records_of(m, stripe_of(turn + GROUPS), lane);
+#pragma unroll
+      for (u32 h = 0; h < EACH; h++) {
+        // A part has a chunk: the compiler, which does not know, would have products wait for sums of none.
+        const u32 count = count_of(h);
 #pragma unroll 1
-      for (u32 i = 0; i < own; i++) {
-        const u32 pairs = pairs_of(m, chunk_of(i));
-        const Put a = put_of(m, coming.first, lane < coming.count), b = put_of(m, coming.second, lane + 32 < coming.count);
-        const Entries now = coming;
-        const Place then = ahead_at;  // the chunk after this one
-        const bool there = next_turn < turns;
-        if (there) {
-          coming = load_entries(m, after, lane);
-          advance();
-        }
-        uint4 codes[3] = {};
-        const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-          // The plane is XORed with the entries of half a chunk.
-          put_half(plane, a, half), put_half(plane, b, half);
-          if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { put_half(plane, put_of(m, entry, true), half); });
-          __syncwarp();
-          if (half == 0 || pairs > 2) {
-            wait_on(come + 8 * half, parities >> half & 1);
-            parities ^= 1 << half;
+        for (u32 i = 0; i == 0 || i < count; i++) {
+          const u32 pairs = pairs_of(m, chunk_of(h, i));
+          const Put a = put_of(m, coming.first, lane < coming.count), b = put_of(m, coming.second, lane + 32 < coming.count);
+          const Entries now = coming;
+          const Place then = ahead_at;  // the chunk after this one
+          const bool there = next_turn < turns;
+          if (there) {
+            coming = load_entries(m, after, lane);
+            advance();
           }
-          if (half == 0)
+          uint4 codes[3] = {};
+          const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
-            for (u32 k = 0; k < 3; k++) codes[k] = take_codes(held, pairs, 4 * k, lane);
-#pragma unroll
-          for (u32 p = 2 * half; p < 2 * half + 2; p++) {
-            const u64 at = x_there + (stage * X_PIECE >> 4);
-            uint4 low[2];
-            uint2 e[4];
-#pragma unroll
-            for (u32 t = 0; t < 2; t++) low[t] = take_low(held, pairs, 2 * p + t, lane);
-#pragma unroll
-            for (u32 t = 0; t < 4; t++) e[t] = escapes[128 * (p - 2 * half) + 32 * t];
-#pragma unroll
-            for (u32 t = 0; t < 2; t++) {
-              u32 w[8];
-              tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), low[t], r, e[2 * t], e[2 * t + 1], w);
-              if (t == 0) wait_on(filled + 8 * stage, parities >> 2);
-              registers_are_set();
-              wgmma<NB>(sum, w[0], w[4], w[1], w[5], at + (4 * t * X_STEP >> 4));
-              wgmma<NB>(sum, w[2], w[6], w[3], w[7], at + ((4 * t + 2) * X_STEP >> 4));
-              commit();
-              wait_for_products<1>();  // those of the tile before have ended
-              if (t == 0 && i + p) leave();
+          for (u32 half = 0; half < 2; half++) {
+            // The plane is XORed with the entries of half a chunk.
+            put_half(plane, a, half), put_half(plane, b, half);
+            if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { put_half(plane, put_of(m, entry, true), half); });
+            __syncwarp();
+            if (half == 0 || pairs > 2) {
+              wait_on(come + 8 * half, parities >> half & 1);
+              parities ^= 1 << half;
             }
-            pass_stage();
+            if (half == 0)
+#pragma unroll
+              for (u32 k = 0; k < 3; k++) codes[k] = take_codes(held, pairs, 4 * k, lane);
+#pragma unroll
+            for (u32 p = 2 * half; p < 2 * half + 2; p++) {
+              const u64 at = x_there + (stage * X_PIECE >> 4);
+              uint4 low[2];
+              uint2 e[4];
+#pragma unroll
+              for (u32 t = 0; t < 2; t++) low[t] = take_low(held, pairs, 2 * p + t, lane);
+#pragma unroll
+              for (u32 t = 0; t < 4; t++) e[t] = escapes[128 * (p - 2 * half) + 32 * t];
+#pragma unroll
+              for (u32 t = 0; t < 2; t++) {
+                u32 w[8];
+                tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), low[t], r, e[2 * t], e[2 * t + 1], w);
+                if (t == 0) wait_on(filled + 8 * stage, parities >> 2);
+                registers_are_set();
+                wgmma<NB>(sum[h], w[0], w[4], w[1], w[5], at + (4 * t * X_STEP >> 4));
+                wgmma<NB>(sum[h], w[2], w[6], w[3], w[7], at + ((4 * t + 2) * X_STEP >> 4));
+                commit();
+                wait_for_products<1>();  // those of the tile before have ended
+                if (t == 0 && h + i + p) leave();
+              }
+              pass_stage();
+            }
+            leave_to_copies();  // the next chunk comes where this one was read
+            if (there) bring_half(shared_address(held), come + 8 * half, then, half, lane);
+            wipe_half(plane, a, half), wipe_half(plane, b, half);
+            if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
+            __syncwarp();
           }
-          leave_to_copies();  // the next chunk comes where this one was read
-          if (there) bring_half(shared_address(held), come + 8 * half, then, half, lane);
-          wipe_half(plane, a, half), wipe_half(plane, b, half);
-          if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
-          __syncwarp();
         }
       }
       wait_for_products<0>();
       leave();
 #pragma unroll
-      for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[t]);  // they are read below, not above
-      const u32 box = turn % INBOXES;
-      const Inbox to = {shared_address(inbox) + box * INBOX, full + 8 * box, read + 8 * (turn % ROOMS)};
-      if (turn >= INBOXES) wait_on(to.read, (turn / ROOMS - (turn % ROOMS < INBOXES)) % 2);
-      send_sums(sum, to, part, beside, lane);
+      for (u32 t = 0; t < TILES * 4; t++) {
+        keep_register(sum[0][t]);  // they are read here, not above
+        if constexpr (EACH == 2) keep_register(sum[1][t]), sum[0][t] += sum[1][t];
+      }
+      const Room to = room_of(turn, turn);
+      if (turn >= ROOMS) wait_on(to.read, (turn / READS - (turn % READS < ROOMS)) % 2);
+      offer_sums(sum[0], sums + turn % ROOMS * TURN_SUMS, to, beside, lane);
     }
     if ((rounds - 1) * GROUPS + group >= turns)  // others have one turn more
 #pragma unroll 1
