@@ -134,7 +134,6 @@ static void follow_early() {}
 static void wait_for_last() {}
 static uint4 load_16(const unsigned short *p) { return __ldg((const uint4 *)p); }
 template <int COUNT, bool MORE> void take_registers() {}
-static float4 load_in(unsigned at, unsigned rank) { return *(const float4 *)(fibers::blocks[rank].shared + at); }
 static void copy_bulk(unsigned to, const unsigned char *from, unsigned bytes, unsigned barrier) {
   const fibers::Barrier &told = fibers::barrier_of(fibers::rank(), barrier);
   for (unsigned i = 0; i < 32; i++)

@@ -40,10 +40,9 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
         (4096, 8, "product", 8),
         (4096, 9, "group_product", 16),
         (4096, 17, "group_product", 32),
-        (4096, 33, "group_product", 64),
+        (4096, 33, "wide_product", 64),
         (14336, 16, "group_product", 16),
-        (6144, 64, "group_product", 64),
-        (6400, 64, "wide_product", 64),  # x does not stay in shared memory
+        (6144, 64, "wide_product", 64),
         (1 << 20, 33, "wide_product", 64),
         (4096, 65, "wide_product", 128),
         (14336, 128, "wide_product", 128),
@@ -57,16 +56,20 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "cluster"),
+    ("rows", "columns", "count", "cluster"),
     [
-        (28672, 4096, 4),  # many turns of two chunks a part
-        (6144, 4096, 8),  # few turns
-        (28672, 4352, 8),  # three chunks a part
+        (28672, 4096, 128, 4),  # many turns of two chunks a part
+        (6144, 4096, 128, 8),  # few turns
+        (28672, 4352, 128, 8),  # three chunks a part
+        (28672, 4352, 64, 4),  # as many warps then
+        (28672, 6400, 64, 8),
     ],
 )
-def test_four_blocks_have_two_parts_each_where_sums_take_long(rows: int, columns: int, cluster: int) -> None:
-    ways = ways_of(device(H200, True), sections(rows, columns), 128)
-    assert [it.cluster for it in ways if it.rows == 128] == [cluster, 12 - cluster]
+def test_four_blocks_have_two_parts_each_where_sums_take_long(
+    rows: int, columns: int, count: int, cluster: int
+) -> None:
+    ways = ways_of(device(H200, True), sections(rows, columns), count)
+    assert [it.cluster for it in ways if it.name == "wide_product"][:2] == [cluster, 12 - cluster]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +96,11 @@ def test_groups_take_few_rows_where_blocks_would_idle(rows: int, columns: int, c
 @pytest.mark.parametrize(
     ("columns", "count", "names"),
     [
-        (4096, 64, ["group 64", "wide 64", "group 32", "group 32"]),
-        (6144, 64, ["group 64", "wide 64", "group 64", "group 32", "group 32"]),
-        (14336, 64, ["wide 64", "group 64", "group 32", "group 32", "group 32"]),
-        (4096, 128, ["wide 128", "wide 128", "group 64", "wide 64"]),
-        (14336, 128, ["wide 128", "wide 128", "wide 64", "group 64"]),
+        (4096, 64, ["wide 64", "wide 64", "group 64", "group 32", "group 32"]),
+        (6144, 64, ["wide 64", "wide 64", "group 64", "group 64", "group 32", "group 32"]),
+        (14336, 64, ["wide 64", "wide 64", "group 64", "group 32", "group 32", "group 32"]),
+        (4096, 128, ["wide 128", "wide 128", "wide 64", "wide 64", "group 64"]),
+        (14336, 128, ["wide 128", "wide 128", "wide 64", "wide 64", "group 64"]),
     ],
 )
 def test_others_follow(columns: int, count: int, names: list[str]) -> None:

@@ -31,15 +31,15 @@ _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
 _WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
-# Of `wide_product`: by rows of x, for how many turns' sums there is room; pieces of x in shared memory. On an
-# H100, 64 rows with 4096 x 14336 words, where x does not stay, take 39.9 us, by `group_product` 52.0; with
-# 28672 x 4096, where it does, 66.5 and 63.8.
-_WIDE, _PIECES = {64: 3, 128: 2}, 4
-# Blocks of a cluster, and warps of a block that multiply: where four blocks have two parts each, half as many
-# sums pass between blocks, but fewer warps have registers. On an H100, 128 rows with 28672 x 4096 words take
-# 83.9 us so, not 88.0; with 4096 x 4096 21.5, not 19.5, and with 4096 x 14336 62.3, not 47.5.
-_TEAMS = (8, 12), (4, 8)
-_LARGE, _FEW_CHUNKS = 384, 2  # stripes, more than that; chunks of a part, at most
+# Of `wide_product`: pieces of x in shared memory, and for how many turns' sums there is room; by rows of x,
+# blocks of a cluster and warps of a block that multiply. Where four blocks have two parts each, half as many
+# sums pass between them; but of 128 rows they leave registers for eight warps only. On an H200, by eight and
+# by four blocks, us: 64 rows with 28672 x 4096 words 66.0 and 59.0 (`group_product`: 61.8), with 6144 x 4096
+# 18.5 and 21.0 (19.0), with 4096 x 14336 35.3 and 36.7 (47.4); 128 rows 92.4 and 85.4, 24.9 and 24.8, 44.5
+# and 59.2.
+_PIECES, _ROOMS = 4, 2
+_TEAMS = {64: ((8, 12), (4, 12)), 128: ((8, 12), (4, 8))}
+_LARGE, _FEW_CHUNKS = 384, {64: 3, 128: 2}  # stripes, more than that; chunks of a part, at most
 _TOGETHER, _PLANE = 4, 2048  # stripes of a turn; bytes of a warp's escapes of half a chunk
 # Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
 # or with one chunk a part, in 0.7 of them, else in 0.98. For one row an H100 takes 73.7 us with 5120 x 25600
@@ -184,9 +184,8 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
 def _of_width(window: Window, rows: int, shared_bytes: int) -> list[Product]:
     """By clusters, with so many rows of x at a time."""
     made = [it for warps in _GROUPS.get(rows, ()) for it in _grouped(window, rows, warps, shared_bytes)]
-    wide = [_wide(window, rows, *it) for it in _teams(window, rows)] if rows in _WIDE else []
-    stays = 0 if not made or made[0].defines["STREAMS"] else 1
-    return made[:stays] + [it for it in wide if it.shared <= shared_bytes] + made[stays:]
+    wide = [_wide(window, rows, *it) for it in _teams(window, rows)] if rows in _TEAMS else []
+    return [it for it in wide if it.shared <= shared_bytes] + made
 
 
 def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
@@ -217,17 +216,15 @@ def _stages(
 
 def _teams(window: Window, rows: int) -> list[tuple[int, int]]:
     """How many blocks and warps of `wide_product` may multiply, the fastest first."""
-    if rows < max(_WIDE):
-        return [_TEAMS[0]]
-    few = window.stripe_chunks <= PARTS * _FEW_CHUNKS
-    return list(reversed(_TEAMS)) if few and window.stripes > _LARGE else list(_TEAMS)
+    few = window.stripe_chunks <= PARTS * _FEW_CHUNKS[rows]
+    first, second = _TEAMS[rows]
+    return [second, first] if few and window.stripes > _LARGE else [first, second]
 
 
 def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
     """Groups of warps take turns, and x, which another kernel arranges, passes through shared memory."""
-    rooms = _WIDE[rows]
-    barriers = 8 * (rooms + rooms * warps // _TOGETHER + 2 * warps + 2 * _PIECES)
-    shared = _PIECES * rows * 128 + rooms * rows * 256 + warps * (_PLANE + CHUNK_BYTES) + barriers
+    barriers = 8 * (_ROOMS + _ROOMS * warps // _TOGETHER + 2 * warps + 2 * _PIECES)
+    shared = _PIECES * rows * 128 + _ROOMS * rows * 256 + warps * (_PLANE + CHUNK_BYTES) + barriers
     defines = matrix_defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
     room, warps = window.stripe_chunks * rows * 512, warps + _OTHER_WARPS
     return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, warps, _TOGETHER, cluster, room=room)

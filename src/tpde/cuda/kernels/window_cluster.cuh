@@ -1,12 +1,12 @@
 // window_cluster.cuh: what products by clusters of blocks share (docs/windows.md 9): each block takes parts of the columns,
-// and each ends sums of some of a turn's stripes, by the sums that all blocks have of them.
+// and sends its sums of a turn's stripes to the blocks of the cluster that end them.
 //
 // Macros: NB, the most rows of x; STRIPES, of a turn; CLUSTER, blocks.
 
 #define TILES (NB / 8u)
 #define SUMS 512u                          // bytes of a block's sums of a stripe and eight rows of x, 16 a lane
 #define SLOTS (STRIPES * TILES / CLUSTER)  // of those that a block ends in a turn
-#define TURN_SUMS (STRIPES * TILES * SUMS)  // bytes of a block's sums of a turn; of those that it ends, of all blocks
+#define TURN_SUMS (SLOTS * CLUSTER * SUMS)  // bytes of all blocks' sums of them
 #define X_STEP (NB * 16u)                  // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 
 // Room for a turn's sums in a block's shared memory, and the barriers that tell that they are there, and have been read.
@@ -28,34 +28,7 @@ __device__ __forceinline__ float4 of_blocks(const float4* v) {
   else return plus(plus(v[0], v[1]), plus(v[2], v[3]));
 }
 
-// End a turn's sums, of stripes from `first` on, as one of WARPS warps: `load` gives what a block has of a slot, and `leave`
-// tells that it has been read. Nobody waits for what is stored.
-template <u32 WARPS, typename Load, typename Leave>
-__device__ __forceinline__ void end_sums(const Room& from, u32 parity, const Out& out, u32 first, u32 rank, u32 warp, u32 lane, const Load& load, const Leave& leave) {
-  float4 sum[(SLOTS + WARPS - 1) / WARPS];
-  keep_register(warp), keep_register(rank);  // places are computed here: before all turns they would take registers
-  wait_on(from.there, parity);
-#pragma unroll
-  for (u32 i = 0; i * WARPS < SLOTS; i++) {
-    float4 v[CLUSTER];
-#pragma unroll
-    for (u32 j = 0; j < CLUSTER; j++) v[j] = load(min(WARPS * i + warp, SLOTS - 1), j);
-    sum[i] = of_blocks(v);
-  }
-  __syncwarp();
-  leave();
-#pragma unroll
-  for (u32 i = 0; i * WARPS < SLOTS; i++) {
-    // A stripe of the turn, and eight rows of x.
-    const u32 slot = WARPS * i + warp, pair = slot * CLUSTER + rank, k = pair % TILES * 8 + lane % 4 * 2;
-    if (slot < SLOTS) store_ended(out.y, out.stride, out.n, out.rows, k, 16 * (first + pair / TILES) + lane / 4, sum[i], out.bias);
-  }
-}
-
-// ---- sums that are sent ----
-
-// A warp sends its stripe's sums, `beside` others of the turn, to the blocks that end them, meanwhile. Where turns are short
-// this takes long: a block sends some 16 bytes a cycle, and what its warps do in shared memory waits.
+// Send a warp's sums of its stripe, `beside` others of the turn, to the blocks that end them, meanwhile.
 __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 rank, u32 beside, u32 lane) {
 #pragma unroll
   for (u32 t = 0; t < TILES; t++) {
@@ -65,30 +38,30 @@ __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 
   }
 }
 
+// End a turn's sums, of stripes from `first` on, as one of WARPS warps; tell all blocks that they have been read, if others
+// come there; and store y. Nobody waits for what is stored.
 template <u32 WARPS>
-__device__ __forceinline__ void end_sent(const float4* sums, const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
-  end_sums<WARPS>(from, parity, out, first, rank, warp, lane, [&](u32 slot, u32 block) { return sums[(slot * CLUSTER + block) * 32 + lane]; }, [&] {
-    if (!again) return;
+__device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
+  float4 sum[(SLOTS + WARPS - 1) / WARPS];
+  keep_register(warp), keep_register(rank);  // places are computed here: before all turns they would take registers
+  wait_on(from.there, parity);
+#pragma unroll
+  for (u32 i = 0; i * WARPS < SLOTS; i++) {
+    const float4* const p = sums + min(WARPS * i + warp, SLOTS - 1) * CLUSTER * 32 + lane;
+    float4 v[CLUSTER];
+#pragma unroll
+    for (u32 j = 0; j < CLUSTER; j++) v[j] = p[32 * j];
+    sum[i] = of_blocks(v);
+  }
+  if (again) {
     if (warp + lane == 0) expect(from.there, TURN_SUMS);
     __syncwarp();
     if (lane < CLUSTER) arrive_in(from.read, lane);
-  });
-}
-
-// ---- sums that are fetched ----
-
-// A warp stores its stripe's sums in its block, and tells all others, whose warps fetch them. Those wait longer for them.
-__device__ __forceinline__ void offer_sums(const float* sum, u8* sums, const Room& to, u32 beside, u32 lane) {
+  }
 #pragma unroll
-  for (u32 t = 0; t < TILES; t++)
-    *(float4*)(sums + (beside * TILES + t) * SUMS + 16 * lane) = make_float4(sum[4 * t], sum[4 * t + 1], sum[4 * t + 2], sum[4 * t + 3]);
-  __syncwarp();
-  if (lane < CLUSTER) arrive_in(to.there, lane);
-}
-
-template <u32 WARPS>
-__device__ __forceinline__ void end_fetched(const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
-  end_sums<WARPS>(from, parity, out, first, rank, warp, lane, [&](u32 slot, u32 block) { return load_in(from.at + (slot * CLUSTER + rank) * SUMS + 16 * lane, block); }, [&] {
-    if (again && lane < CLUSTER) arrive_in(from.read, lane);
-  });
+  for (u32 i = 0; i * WARPS < SLOTS; i++) {
+    // A stripe of the turn, and eight rows of x.
+    const u32 slot = WARPS * i + warp, pair = slot * CLUSTER + rank, k = pair % TILES * 8 + lane % 4 * 2;
+    if (slot < SLOTS) store_ended(out.y, out.stride, out.n, out.rows, k, 16 * (first + pair / TILES) + lane / 4, sum[i], out.bias);
+  }
 }

@@ -151,7 +151,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
     const Out out = {y, y_stride, n, m.rows, bias};
     const auto end = [&](u32 turn) {
       const float4* const sums = (const float4*)(inbox + turn % INBOXES * TURN_SUMS);
-      end_sent<OTHERS>(sums, room_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
+      end_sums<OTHERS>(sums, room_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the

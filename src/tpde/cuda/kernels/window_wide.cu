@@ -4,14 +4,14 @@
 //
 // A cluster of blocks takes four stripes at a time together, a turn, each block one part of their columns or two. A group of
 // four warps multiplies a turn: `wgmma` multiplies the words in their registers by x in shared memory, and adds 16 products
-// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. The sums of a stripe and eight rows of x
-// are fetched by one block of the cluster, which ends them.
+// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. All blocks' sums of a stripe and eight rows
+// of x go to one of them, which ends them.
 //
-// A block has WIDE warps that multiply, one that has pieces of x copied while others are multiplied, and three that fetch
-// and add sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
+// A block has WIDE warps that multiply, one that has pieces of x copied while others are multiplied, and three that add
+// sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
 //
 // Macros: those of window.cuh; NB, the most rows of x: 64 or 128; CLUSTER, blocks: 8, or 4 with two parts each; WIDE, 12,
-// or 8 with two parts, whose sums take more registers.
+// or 8 where two parts' sums take more registers.
 
 #define STRIPES 4u
 #include "window.cuh"
@@ -24,7 +24,7 @@
 #define ALL_WARPS (WIDE + OTHERS)
 #define GROUPS (WIDE / 4u)
 #define STAGES 4u                 // pieces of x in shared memory: a chunk's
-#define ROOMS (NB == 64 ? 3u : 2u)  // for turns' sums
+#define ROOMS 2u                  // for turns' sums
 // Barriers of rooms that have been read: a turn's group waits for each of its own once, whichever groups were there before.
 #define READS (ROOMS * GROUPS)
 #define HALF_PLANE 2048u             // bytes: the places of half a chunk
@@ -164,20 +164,21 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
   const u32 step = gridDim.x / CLUSTER * 4, start = blockIdx.x / CLUSTER * 4;
   const u32 turns = (stripes - start + step - 1) / step, rounds = (turns + GROUPS - 1) / GROUPS;
   u8* const xs = shared;                      // [STAGES] pieces of x
-  u8* const sums = xs + STAGES * X_PIECE;     // [ROOMS][STRIPES][TILES] this block's, 16 bytes a lane
+  u8* const sums = xs + STAGES * X_PIECE;     // [ROOMS][SLOTS][CLUSTER] that this block adds up
   u8* const planes = sums + ROOMS * TURN_SUMS;  // [WIDE] planes of escapes, and chunks
-  // Barriers: all blocks' sums are there, all have read this one's, halves of a warp's chunk have come, a stage is filled,
-  // nobody reads it.
+  // Barriers: sums are there, all blocks have read theirs, halves of a warp's chunk have come, a stage is filled, nobody
+  // reads it.
   const u32 ready = shared_address(planes + WIDE * WARP_ROOM), read = ready + 8 * ROOMS, come = read + 8 * READS + 16 * warp;
   const u32 filled = read + 8 * (READS + 2 * WIDE), emptied = filled + 8 * STAGES;
   const auto room_of = [&](u32 turn, u32 reader) -> Room {
     return {shared_address(sums) + turn % ROOMS * TURN_SUMS, ready + 8 * (turn % ROOMS), read + 8 * (reader % READS)};
   };
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < ROOMS; i++) make_barrier(ready + 8 * i, CLUSTER * STRIPES);
+    for (u32 i = 0; i < ROOMS; i++) make_barrier(ready + 8 * i, 1);
     for (u32 i = 0; i < READS; i++) make_barrier(read + 8 * i, CLUSTER * ENDERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
+    for (u32 i = 0; i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS);
   }
   follow_early();
   if (warp >= WIDE) {
@@ -208,7 +209,8 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll 1
       for (u32 turn = 0; turn < turns; turn++) {
         // The next turn's group that stores there waits for a barrier of its own.
-        end_fetched<ENDERS>(room_of(turn, turn + ROOMS), turn / ROOMS % 2, turn + ROOMS < turns, out, start + turn * step, rank, other, lane);
+        const float4* const from = (const float4*)(sums + turn % ROOMS * TURN_SUMS);
+        end_sums<ENDERS>(from, room_of(turn, turn + ROOMS), turn / ROOMS % 2, turn + ROOMS < turns, out, start + turn * step, rank, other, lane);
       }
     }
   } else {
@@ -335,7 +337,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       }
       const Room to = room_of(turn, turn);
       if (turn >= ROOMS) wait_on(to.read, (turn / READS - (turn % READS < ROOMS)) % 2);
-      offer_sums(sum[0], sums + turn % ROOMS * TURN_SUMS, to, beside, lane);
+      send_sums(sum[0], to, rank, beside, lane);
     }
     if ((rounds - 1) * GROUPS + group >= turns)  // others have one turn more
 #pragma unroll 1

@@ -107,8 +107,8 @@ MUTANTS = (
     mutant(
         "wide-products-of-some-sums",
         "cuda/kernels/window_wide.cu",
-        "make_barrier(ready + 8 * i, CLUSTER * STRIPES)",
-        "make_barrier(ready + 8 * i, CLUSTER * STRIPES - 1)",
+        "i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS)",
+        "i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS - 512)",
         "sums are added up before all of them have come",
         _CLUSTERS,
     ),
@@ -122,14 +122,6 @@ MUTANTS = (
     ),
     mutant(
         "wide-products-in-another-order",
-        "cuda/kernels/window_cluster.cuh",
-        "load_in(from.at + (slot * CLUSTER + rank) * SUMS + 16 * lane, block)",
-        "load_in(from.at + (slot * CLUSTER + rank) * SUMS + 16 * lane, (block + 1) % CLUSTER)",
-        "sums of parts are added up in another order than `product` does",
-        _CLUSTERS,
-    ),
-    mutant(
-        "groups-products-in-another-order",
         "cuda/kernels/window_cluster.cuh",
         "(pair / CLUSTER * CLUSTER + rank) * SUMS",
         "(pair / CLUSTER * CLUSTER + (rank + 1) % CLUSTER) * SUMS",
@@ -145,11 +137,11 @@ MUTANTS = (
         _CLUSTERS,
     ),
     mutant(
-        "sums-that-are-read-before-they-are-told-of",
+        "wide-products-that-wait-for-no-room",
         "cuda/kernels/window_wide.cu",
         "if (turn >= ROOMS) wait_on(to.read,",
         "if (false) wait_on(to.read,",
-        "sums are written over before others have fetched them",
+        "sums are written over while they are read",
         _CLUSTERS,
     ),
     mutant(
