@@ -177,7 +177,7 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
             found[how.source, tuple(how.defines.items())] = how
     grouped = [it for it in found.values() if it.grouped]
     assert {(it.rows, it.warps) for it in grouped} == (
-        {(16, 16), (16, 12), (32, 16), (32, 12), (64, 12), (64, 16), (128, 16)}
+        {(16, 16), (16, 12), (32, 16), (32, 12), (64, 12), (64, 16), (128, 16), (128, 12)}
         if groups and columns > 384
         else set()
     )

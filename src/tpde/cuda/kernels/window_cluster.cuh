@@ -43,7 +43,7 @@ __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 
 template <u32 WARPS>
 __device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
   float4 sum[(SLOTS + WARPS - 1) / WARPS];
-  keep_register(warp), keep_register(rank);  // places are computed here: before all turns they would take registers
+  keep_register(warp), keep_register(rank), keep_register(lane);  // places are computed here: before all turns they would take registers
   wait_on(from.there, parity);
 #pragma unroll
   for (u32 i = 0; i * WARPS < SLOTS; i++) {

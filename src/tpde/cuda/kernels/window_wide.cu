@@ -221,18 +221,14 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     Entries coming = {0, 0, 0, 0};
     Range after = {0, 0};
     Records ahead = {0, 0};
-    // This warp's next chunk: of which turn and part, and which of the part's; and where it lies.
+    // This warp's next chunk: of which turn and part, and which of the part's; and where its entries are.
     u32 next_turn = group, next_part = 0, next = 0;
-    Place ahead_at = place_of(m, stripe_of(group), chunk_of(0, 0));
     const auto advance = [&] {
       if (++next == count_of(next_part)) {
         next = 0;
         if (++next_part == EACH) next_part = 0, next_turn += GROUPS;
       }
-      if (next_turn >= turns) return;
-      const u32 stripe = stripe_of(next_turn), chunk = chunk_of(next_part, next);
-      ahead_at = place_of(m, stripe, chunk);
-      after = range_of(m, stripe, chunk);
+      if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next_part, next));
     };
     if (lane == 0) {
       make_barrier(come, 1), make_barrier(come + 8, 1);
@@ -241,8 +237,9 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     for (u32 i = lane; i < HALF_PLANE / 16; i += 32) ((uint4*)plane)[i] = make_uint4(0, 0, 0, 0);
     __syncwarp();
     if (group < turns) {
-      bring_half(shared_address(held), come, ahead_at, 0, lane);
-      bring_half(shared_address(held), come + 8, ahead_at, 1, lane);
+      const Place first = place_of(m, stripe_of(group), chunk_of(0, 0));
+      bring_half(shared_address(held), come, first, 0, lane);
+      bring_half(shared_address(held), come + 8, first, 1, lane);
       ahead = records_of(m, stripe_of(group), lane);
       coming = load_entries(m, range_of(m, stripe_of(group), chunk_of(0, 0)), lane);
       advance();
@@ -272,16 +269,17 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
         // A part has a chunk: the compiler, which does not know, would have products wait for sums of none.
         const u32 count = count_of(h);
 #pragma unroll 1
-        for (u32 i = 0; i == 0 || i < count; i++) {
+        for (u32 i = 0; EACH == 1 ? i < own : i == 0 || i < count; i++) {
           const u32 pairs = pairs_of(m, chunk_of(h, i));
           const Put a = put_of(m, coming.first, lane < coming.count), b = put_of(m, coming.second, lane + 32 < coming.count);
           const Entries now = coming;
-          const Place then = ahead_at;  // the chunk after this one
-          const bool there = next_turn < turns;
-          if (there) {
+          if (next_turn < turns) {
             coming = load_entries(m, after, lane);
             advance();
           }
+          // The chunk after this one: the part's, or the next part's first, or that of the next turn.
+          const bool more = i + 1 < count, same = more || h + 1 < EACH;
+          const u32 then_turn = same ? turn : turn + GROUPS, then = more ? chunk_of(h, i + 1) : chunk_of((h + 1) % EACH, 0);
           uint4 codes[3] = {};
           const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
@@ -321,7 +319,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
               pass_stage();
             }
             leave_to_copies();  // the next chunk comes where this one was read
-            if (there) bring_half(shared_address(held), come + 8 * half, then, half, lane);
+            if (then_turn < turns) bring_half(shared_address(held), come + 8 * half, place_of(m, stripe_of(then_turn), then), half, lane);
             wipe_half(plane, a, half), wipe_half(plane, b, half);
             if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
             __syncwarp();
