@@ -120,6 +120,20 @@ def test_state_dicts_of_packed_models_are_refused_with_a_way_out(
     assert not (tmp_path / "packed").exists()
 
 
+def test_old_files_are_refused_where_memory_holds_what_they_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch makes tensors before it reads the bytes of old files: of what was in that memory."""
+    from tpde.nn import pack_module
+
+    state = pack_module(torch.nn.Linear(128, 128)).state_dict()
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: state)
+    with pytest.raises(UnsafePickle, match=r"x\.pt` is the state dict of a packed model"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
 def test_an_expanded_tensor_of_a_petabyte_is_refused(tmp_path: Path) -> None:
     for new in (True, False):
         torch.save(

@@ -168,7 +168,7 @@ def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
             hint="convert it to safetensors where you trust it, and pack that",
             where=str(path),
         ) from None
-    except (MemoryError, InvalidInput):
+    except (MemoryError, InvalidInput, UnsafePickle):
         raise
     except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
         called = (str(it.f_globals.get("__name__")) for it, _ in traceback.walk_tb(error.__traceback__))
@@ -211,6 +211,10 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
                 hint="a state dict maps names to tensors",
                 where=str(path),
             )
+        if type(value).__module__.startswith(
+            _PACKED
+        ):  # of old files, bytes come after tensors are made of them
+            raise _of_packed_weights(path)
         if value.layout is torch.strided:
             refuse_expanded(name, value.numel() * value.element_size(), _reach(value))
     try:
