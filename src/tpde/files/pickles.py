@@ -211,9 +211,8 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
                 hint="a state dict maps names to tensors",
                 where=str(path),
             )
-        if type(value).__module__.startswith(
-            _PACKED
-        ):  # of old files, bytes come after tensors are made of them
+        # Of old files tensors are made before their bytes come: of what the memory held, packed weights even.
+        if type(value).__module__.startswith(_PACKED):
             raise _of_packed_weights(path)
         if value.layout is torch.strided:
             refuse_expanded(name, value.numel() * value.element_size(), _reach(value))
