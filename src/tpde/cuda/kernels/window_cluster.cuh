@@ -22,7 +22,7 @@ struct Out {
   const u16* __restrict__ bias;
 };
 
-// The sums of two blocks, or of more: ((v0 + v1) + (v2 + v3)) + ((v4 + v5) + (v6 + v7)).
+// The sums of eight blocks added up, or of four, whose two parts are added up already: in the order of `pairwise`.
 __device__ __forceinline__ float4 of_blocks(const float4* v) {
   if constexpr (CLUSTER == PARTS) return pairwise(v);
   else return plus(plus(v[0], v[1]), plus(v[2], v[3]));
@@ -43,7 +43,8 @@ __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 
 template <u32 WARPS>
 __device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
   float4 sum[(SLOTS + WARPS - 1) / WARPS];
-  keep_register(warp), keep_register(rank), keep_register(lane);  // places are computed here: before all turns they would take registers
+  // Places are computed here: before all turns they would take registers.
+  keep_register(warp), keep_register(rank), keep_register(lane);
   wait_on(from.there, parity);
 #pragma unroll
   for (u32 i = 0; i * WARPS < SLOTS; i++) {
