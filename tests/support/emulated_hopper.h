@@ -140,6 +140,10 @@ static void copy_bulk(unsigned to, const unsigned char *from, unsigned bytes, un
     if (told.reads[threadIdx.x / 32 * 32 + i]) fibers::fail("a copy comes where a lane may still read");
   fibers::under_way({fibers::rank(), to, barrier, bytes, from, {}});
 }
+static void store_shared(unsigned to, const float *v) {
+  if (to % 16 || to + 16 > shared_bytes) fibers::fail("a wrong store");
+  memcpy(fibers::here->shared + to, v, 16);
+}
 static void send(unsigned to, unsigned barrier, const float *v) {
   if (to >> 24 != barrier >> 24 || !(to >> 24)) fibers::fail("a barrier of another block");
   fibers::under_way({(to >> 24) - 1, to & 0xFFFFFF, barrier & 0xFFFFFF, 16, nullptr, {v[0], v[1], v[2], v[3]}});

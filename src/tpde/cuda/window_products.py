@@ -34,7 +34,7 @@ X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of 
 _DECODING = "rows", "lookup"  # kernels
 _COMPILING = 4  # kernels at a time
 _ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
-_ARRANGERS, _BESIDE = 256, 4  # threads of a block of `arrange`, and blocks of a multiprocessor at most
+_ARRANGERS, _BESIDE = 256, 8  # threads of a block of `arrange`, and blocks of a multiprocessor at most
 
 
 class _Launch(NamedTuple):

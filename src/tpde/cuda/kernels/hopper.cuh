@@ -78,6 +78,11 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Store 16 bytes in this block.
+__device__ __forceinline__ void store_shared(u32 to, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+
 // Store 16 bytes in another block, meanwhile, and tell a barrier there.
 __device__ __forceinline__ void send(u32 to, u32 barrier, const float* v) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"

@@ -104,10 +104,10 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
     return {shared_address(inbox) + box * TURN_SUMS, full + 8 * box, read + 8 * box};
   };
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER * OTHERS);
+    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, TELLING), make_barrier(read + 8 * i, READING * OTHERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
-    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, TURN_SUMS);
+    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, SENT);
   }
   Entries coming = {0, 0, 0, 0};
   Range after = {0, 0};

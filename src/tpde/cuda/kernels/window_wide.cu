@@ -174,11 +174,11 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     return {shared_address(sums) + turn % ROOMS * TURN_SUMS, ready + 8 * (turn % ROOMS), read + 8 * (reader % READS)};
   };
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < ROOMS; i++) make_barrier(ready + 8 * i, 1);
-    for (u32 i = 0; i < READS; i++) make_barrier(read + 8 * i, CLUSTER * ENDERS);
+    for (u32 i = 0; i < ROOMS; i++) make_barrier(ready + 8 * i, TELLING);
+    for (u32 i = 0; i < READS; i++) make_barrier(read + 8 * i, READING * ENDERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
-    for (u32 i = 0; i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS);
+    for (u32 i = 0; i < ROOMS; i++) expect(ready + 8 * i, SENT);
   }
   follow_early();
   if (warp >= WIDE) {

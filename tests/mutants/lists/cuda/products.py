@@ -107,8 +107,8 @@ MUTANTS = (
     mutant(
         "wide-products-of-some-sums",
         "cuda/kernels/window_wide.cu",
-        "i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS)",
-        "i < ROOMS; i++) expect(ready + 8 * i, TURN_SUMS - 512)",
+        "i < ROOMS; i++) expect(ready + 8 * i, SENT)",
+        "i < ROOMS; i++) expect(ready + 8 * i, SENT - 512)",
         "sums are added up before all of them have come",
         _CLUSTERS,
     ),
@@ -126,6 +126,14 @@ MUTANTS = (
         "(pair / CLUSTER * CLUSTER + rank) * SUMS",
         "(pair / CLUSTER * CLUSTER + (rank + 1) % CLUSTER) * SUMS",
         "sums of parts are added up in another order than `product` does",
+        _CLUSTERS,
+    ),
+    mutant(
+        "sums-of-a-block-itself-before-they-are-there",
+        "cuda/kernels/window_cluster.cuh",
+        "#define TELLING (1 + 32 * STRIPES)",
+        "#define TELLING 1",
+        "a block adds up what it has not stored yet",
         _CLUSTERS,
     ),
     mutant(
