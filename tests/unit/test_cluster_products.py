@@ -98,7 +98,15 @@ def test_wide(most: int, cluster: int, rows: int, columns: int, count: int, clus
 @pytest.mark.parametrize("most", [16, 32, 64])
 @pytest.mark.parametrize(
     ("rows", "columns", "clusters"),
-    [(257, 2304, 2), (200, 4050, 1), (40, 8500, 1), (450, 2100, 1)],
+    [
+        (257, 2304, 2),
+        (200, 4050, 1),
+        (40, 8500, 1),
+        (450, 2100, 1),
+        (300, 8500, 1),  # groups that have no stripe in the last turn, while x passes
+        (690, 2100, 3),  # of 44 stripes, clusters of 12 warps have 16, 16 and 12, of 8 warps 16, 16 and 12
+        (70, 2100, 2),  # less than a turn: one group's stripes for each cluster
+    ],
     ids=str,
 )
 def test_groups(most: int, rows: int, columns: int, clusters: int) -> None:

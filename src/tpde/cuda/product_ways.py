@@ -40,7 +40,7 @@ _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
 _PIECES, _ROOMS = 4, 2
 _TEAMS = {64: ((8, 12), (4, 12)), 128: ((8, 12), (4, 8))}
 _LARGE, _FEW_CHUNKS = 384, {64: 3, 128: 2}  # stripes, more than that; chunks of a part, at most
-_TOGETHER, _PLANE = 4, 2048  # stripes of a turn; bytes of a warp's escapes of half a chunk
+TOGETHER, _PLANE = 4, 2048  # stripes that a group of warps takes at a time; bytes of a warp's escapes of half a chunk
 # Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
 # or with one chunk a part, in 0.7 of them, else in 0.98. For one row an H100 takes 73.7 us with 5120 x 25600
 # words, where the share is 0.61, by groups 65.4; with 6144 x 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0
@@ -65,8 +65,6 @@ class Product(NamedTuple):
         Bytes of shared memory.
     warps : int
         Of a block.
-    stripes : int
-        That a cluster takes at a time; 0 where there is none.
     cluster : int
         Blocks of a cluster.
     blocks : int
@@ -82,7 +80,6 @@ class Product(NamedTuple):
     defines: dict[str, int]
     shared: int
     warps: int = WARPS
-    stripes: int = 0
     cluster: int = 1
     blocks: int = 1
     room: int = 0
@@ -211,7 +208,7 @@ def _stages(
     shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
     room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
     defines = matrix_defines(window) | {"NB": rows, "WIDE": warps} | room
-    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, warps, PARTS)
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, PARTS)
 
 
 def _teams(window: Window, rows: int) -> list[tuple[int, int]]:
@@ -223,11 +220,11 @@ def _teams(window: Window, rows: int) -> list[tuple[int, int]]:
 
 def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
     """Groups of warps take turns, and x, which another kernel arranges, passes through shared memory."""
-    barriers = 8 * (_ROOMS + _ROOMS * warps // _TOGETHER + 2 * warps + 2 * _PIECES)
+    barriers = 8 * (_ROOMS + _ROOMS * warps // TOGETHER + 2 * warps + 2 * _PIECES)
     shared = _PIECES * rows * 128 + _ROOMS * rows * 256 + warps * (_PLANE + CHUNK_BYTES) + barriers
     defines = matrix_defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
     room, warps = window.stripe_chunks * rows * 512, warps + _OTHER_WARPS
-    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, warps, _TOGETHER, cluster, room=room)
+    return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, warps, cluster, room=room)
 
 
 def matrix_defines(window: Window) -> dict[str, int]:

@@ -19,6 +19,7 @@ from tpde.cuda.product_ways import (
     KERNELS,
     PARTS,
     SOURCE,
+    TOGETHER,
     WARP_BYTES,
     WARPS,
     Product,
@@ -309,7 +310,7 @@ def _launch(backend: Backend, window: Window, how: Product, device: int) -> _Lau
     if how.grouped:
         threads = 32 * how.warps
         most = kernel.clusters_at_once(how.cluster, threads, how.shared)
-        grid = how.cluster * min(most, -(-stripes // how.stripes))
+        grid = how.cluster * min(most, -(-stripes // TOGETHER))
         if not grid:
             return None
         launch = kernel.launch(grid, threads, how.shared, cluster=how.cluster, early=early)

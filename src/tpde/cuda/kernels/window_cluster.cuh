@@ -48,9 +48,9 @@ __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 
 }
 
 // End a turn's sums, of stripes from `first` on, as one of WARPS warps; tell all blocks that they have been read, if others
-// come there; and store y. Nobody waits for what is stored.
+// come there, `next` bytes from other blocks; and store y. Nobody waits for what is stored.
 template <u32 WARPS>
-__device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, bool again, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
+__device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, u32 next, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
   float4 sum[(SLOTS + WARPS - 1) / WARPS];
   // Places are computed here: before all turns they would take registers.
   keep_register(warp), keep_register(rank), keep_register(lane);
@@ -63,8 +63,8 @@ __device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u
     for (u32 j = 0; j < CLUSTER; j++) v[j] = p[32 * j];
     sum[i] = of_blocks(v);
   }
-  if (again) {
-    if (warp + lane == 0) expect(from.there, SENT);
+  if (next) {
+    if (warp + lane == 0) expect(from.there, next);
     __syncwarp();
     if (lane < CLUSTER && lane != rank) arrive_in(from.read, lane);
     arrive_at(from.read);

@@ -85,11 +85,15 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
   const u32 part = rank_in_cluster();
-  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes WIDE stripes, the first one from `start`
-  // on; EACH turns are a round, which passes over x once.
+  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A cluster takes WIDE stripes a turn, beside those of
+  // others; EACH turns are a round, which passes over x once. Clusters share what is left in the end by fours, a group's: one
+  // has `last` stripes in its last turn, or no such turn. Divisions of both products would take up to 2 us of each kernel.
   const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
-  const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
-  const u32 turns = (stripes - start + step - 1) / step;
+  const u32 clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, step = clusters * WIDE, whole = stripes / step;
+  const u32 left = (stripes - whole * step + 3) / 4, fours = (left >= clusters) + (left >= 2 * clusters), rest = left - fours * clusters;
+  const u32 last = 4 * (fours + (cluster < rest)), from = fours * cluster + min(cluster, rest);
+  const u32 turns = whole + (last != 0);
+  const auto first_of = [&](u32 turn) { return turn * step + (turn < whole ? WIDE * cluster : 4 * from); };
   u8* const xs = shared;                   // [STAGES] chunks of x
   u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][CLUSTER] partial sums that this block adds up
   u8* const planes = inbox + INBOXES * TURN_SUMS;  // [WIDE] planes of escapes, and chunks
@@ -97,8 +101,10 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   // Barriers: an inbox is full, all have read theirs, a warp's chunk has come, a stage is filled, nobody reads it.
   const u32 full = shared_address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8 * INBOXES;
   const u32 come = read + 8 * INBOXES + 8 * warp, filled = read + 8 * (INBOXES + WIDE), emptied = filled + 8 * STAGES;
-  const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
+  const auto stripe_of = [&](u32 turn) { return min(first_of(turn) + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
+  // Bytes of sums that other blocks send in a turn: none if there is no such turn.
+  const auto sent_in = [&](u32 turn) { return turn < whole ? SENT : turn < turns ? SENT / WIDE * last : 0; };
   const auto room_of = [&](u32 turn) -> Room {
     const u32 box = turn % INBOXES;
     return {shared_address(inbox) + box * TURN_SUMS, full + 8 * box, read + 8 * box};
@@ -107,15 +113,16 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
     for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, TELLING), make_barrier(read + 8 * i, READING * OTHERS);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
     fence_barriers();
-    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, SENT);
+    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, sent_in(i));
   }
   Entries coming = {0, 0, 0, 0};
   Range after = {0, 0};
   Records ahead[EACH];
   u32 next_round = 0, next = 0, next_beside = 0;
+  const u32 taken = whole + (__shfl_sync(ALL, warp, 0) < last);  // turns in which a warp that multiplies has a stripe
   // To a warp's next chunk: of the stripe beside, or of its part, or of the next round.
   const auto advance = [&] {
-    if (++next_beside < EACH && next_round + next_beside < turns) return;
+    if (++next_beside < EACH && next_round + next_beside < taken) return;
     next_beside = 0;
     if (++next == own) next = 0, next_round += EACH;
   };
@@ -129,9 +136,9 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
 #pragma unroll
     for (u32 h = 0; h < EACH; h++) ahead[h] = records_of(m, stripe_of(h), lane);
     coming = load_entries(m, range_of(m, stripe_of(0), part), lane);
-    bring(shared_address(held), come, m, stripe_of(0), part, lane);
+    if (taken) bring(shared_address(held), come, m, stripe_of(0), part, lane);
     advance();
-    if (next_round < turns) after = range_ahead();
+    if (next_round < taken) after = range_ahead();
   }
   arrive();
   wait_for_last();  // x is the last kernel's; the weights are not
@@ -148,10 +155,10 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   if (warp >= WIDE) {
     take_registers<OTHER_REGISTERS, false>();
     const u32 other = warp - WIDE;
-    const Out out = {y, y_stride, n, m.rows, bias};
-    const auto end = [&](u32 turn) {
+    const Out out = {y, y_stride, n, last ? min(m.rows, 16 * (first_of(whole) + last)) : m.rows, bias};
+    const auto finish = [&](u32 turn) {
       const float4* const sums = (const float4*)(inbox + turn % INBOXES * TURN_SUMS);
-      end_sums<OTHERS>(sums, room_of(turn), turn / INBOXES % 2, turn + INBOXES < turns, out, start + turn * step, part, other, lane);
+      end_sums<OTHERS>(sums, room_of(turn), turn / INBOXES % 2, sent_in(turn + INBOXES), out, first_of(turn), part, other, lane);
     };
 #if STREAMS
     // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
@@ -169,12 +176,12 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
       if (lane == 0) arrive_at(filled + 8 * stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
       if (i == ends_at)
-        while (over < round) end(over++);
+        while (over < round) finish(over++);
       if (++i == own) i = 0, round += EACH;
     }
-    while (over < turns) end(over++);
+    while (over < turns) finish(over++);
 #else
-    for (u32 turn = 0; turn < turns; turn++) end(turn);
+    for (u32 turn = 0; turn < turns; turn++) finish(turn);
 #endif
   } else {
     take_registers<REGISTERS, true>();
@@ -183,7 +190,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
 #if STREAMS
     u32 stage = 0, again = 0;
 #endif
-    for (u32 round = 0; round < turns; round += EACH) {
+    for (u32 round = 0; round < taken; round += EACH) {
       float sum[EACH][TILES * 4];
       Rows r[EACH];
 #pragma unroll
@@ -191,7 +198,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
 #pragma unroll
         for (u32 t = 0; t < TILES * 4; t++) sum[h][t] = 0;
         r[h] = rows_of(ahead[h], m.zero);
-        if (round + EACH < turns) ahead[h] = records_of(m, stripe_of(round + EACH + h), lane);
+        if (round + EACH < taken) ahead[h] = records_of(m, stripe_of(round + EACH + h), lane);
       }
 #pragma unroll 1
       for (u32 i = 0; i < own; i++) {
@@ -204,7 +211,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
         const u32 at = shared_address(xs + stage * X_CHUNK);
 #pragma unroll
         for (u32 h = 0; h < EACH; h++) {
-          if (h && round + h >= turns) break;
+          if (h && round + h >= taken) break;
           const Entries e = coming;
           Chunk c;
           scatter(e, plane, m, lane);
@@ -212,11 +219,11 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
           parity ^= 1;
           take(c, held, pairs, lane);
           leave_to_copies();  // the next chunk comes there
-          if (next_round < turns) {
+          if (next_round < taken) {
             coming = load_entries(m, after, lane);
             bring(shared_address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);
             advance();
-            if (next_round < turns) after = range_ahead();
+            if (next_round < taken) after = range_ahead();
           }
 #pragma unroll
           for (u32 first = 0; first < 8; first += DEPTH) {
@@ -247,13 +254,26 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
 #pragma unroll
       for (u32 h = 0; h < EACH; h++) {
         const u32 turn = round + h;
-        if (turn >= turns) break;
+        if (turn >= taken) break;
 #pragma unroll
         for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[h][t]);  // they are read below, not above
         const Room to = room_of(turn);
         if (turn >= INBOXES) wait_on(to.read, (turn / INBOXES - 1) % 2);
         send_sums(sum[h], to, part, warp, lane);
       }
+    }
+    if (taken < turns) {  // others have one turn more
+#if STREAMS
+      if (taken % EACH == 0)
+        for (u32 i = 0; i < own; i++) {
+          wait_on(filled + 8 * stage, again);
+          if (taken + i && lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
+          if (++stage == STAGES) stage = 0, again ^= 1;
+        }
+#endif
+      const Room to = room_of(taken);
+      if (taken >= INBOXES) wait_on(to.read, (taken / INBOXES - 1) % 2);
+      arrive_at(to.there);
     }
   }
   __syncwarp();

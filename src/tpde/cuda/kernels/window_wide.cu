@@ -210,7 +210,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       for (u32 turn = 0; turn < turns; turn++) {
         // The next turn's group that stores there waits for a barrier of its own.
         const float4* const from = (const float4*)(sums + turn % ROOMS * TURN_SUMS);
-        end_sums<ENDERS>(from, room_of(turn, turn + ROOMS), turn / ROOMS % 2, turn + ROOMS < turns, out, start + turn * step, rank, other, lane);
+        end_sums<ENDERS>(from, room_of(turn, turn + ROOMS), turn / ROOMS % 2, turn + ROOMS < turns ? SENT : 0, out, start + turn * step, rank, other, lane);
       }
     }
   } else {

@@ -201,6 +201,22 @@ MUTANTS = (
         _CLUSTERS,
     ),
     mutant(
+        "groups-that-take-stripes-of-others",
+        "cuda/kernels/window_group.cu",
+        "whole + (__shfl_sync(ALL, warp, 0) < last)",
+        "turns",
+        "where a few stripes are left, blocks send more sums than are expected",
+        _CLUSTERS,
+    ),
+    mutant(
+        "idle-groups-that-keep-x",
+        "cuda/kernels/window_group.cu",
+        "      if (taken % EACH == 0)\n",
+        "      if (false)\n",
+        "groups with a turn more wait for x for ever",
+        _CLUSTERS,
+    ),
+    mutant(
         "products-without-arranged-rows",
         "cuda/window_products.py",
         "                arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))\n",
