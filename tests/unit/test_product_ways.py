@@ -77,8 +77,10 @@ def test_four_blocks_have_two_parts_each_where_sums_take_long(
     [
         (5120, 4096, 1, "group_product"),  # 320 stripes, 264 blocks at a time
         (5120, 2048, 8, "group_product"),
-        (6144, 4096, 4, "product"),  # 384
-        (6144, 4096, 5, "group_product"),
+        (6144, 4096, 1, "product"),  # 384
+        (6144, 4096, 2, "group_product"),
+        (10240, 4096, 4, "product"),  # 640
+        (10240, 4096, 5, "group_product"),
         (28672, 4096, 4, "product"),  # 1792: seven full turns, but for 56 blocks in the last
         (28672, 4096, 8, "group_product"),
         (28672, 2048, 8, "product"),  # a chunk for each part

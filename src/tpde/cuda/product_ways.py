@@ -40,13 +40,14 @@ _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
 _PIECES, _ROOMS = 4, 2
 _TEAMS = {64: ((8, 12), (4, 12)), 128: ((8, 12), (4, 8))}
 _LARGE, _FEW_CHUNKS = 384, {64: 3, 128: 2}  # stripes, more than that; chunks of a part, at most
-TOGETHER, _PLANE = 4, 2048  # stripes that a group of warps takes at a time; bytes of a warp's escapes of half a chunk
-# Up to 8 rows of x, `product` is first where its blocks are busy in a share of their turns: up to four rows,
-# or with one chunk a part, in 0.7 of them, else in 0.98. For one row an H100 takes 73.7 us with 5120 x 25600
-# words, where the share is 0.61, by groups 65.4; with 6144 x 4096 (0.73) 14.6 and 15.5. Eight rows take 17.0
-# and 16.1 us there, with 28672 x 4096 (0.97) 59.5 and 59.3; on an H200 47.1, and 16 rows by groups 43.6.
-_BY_ITSELF, _CHEAP = 8, 4
-_BUSY, _NEARLY_ALWAYS = 0.7, 0.98
+TOGETHER = 4  # stripes that a group of warps takes at a time
+_PLANE = 2048  # bytes of a warp's escapes of half a chunk
+# `product` is first where its blocks are busy in a share of their turns: for so many rows of x, at most, and
+# with one chunk a part as for one row. That takes an H100 73.1 us with 5120 x 25600 words, where the share is
+# 0.61, by groups 63.4; with 6144 x 4096 (0.73) 14.0 and 14.7. Two rows take 15.1 and 14.7 us there, with
+# 10240 x 5120 (0.81) 27.7 and 29.1; eight rows with 28672 x 4096 (0.97) 58.5 and 58.3; on an H200 47.1, and
+# 16 rows by groups 43.6.
+_BUSY = {1: 0.7, 4: 0.8, 8: 0.98}
 _OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
@@ -136,9 +137,10 @@ def most_rows_of(have: DeviceFacts, window: Window) -> int:
 
 def _is_better_alone(have: DeviceFacts, window: Window, count: int) -> bool:
     """Whether blocks by themselves are faster than clusters of them."""
-    cheap = count <= _CHEAP or window.stripe_chunks <= PARTS
-    busy = _share_of_turns(have, window) >= (_BUSY if cheap else _NEARLY_ALWAYS)
-    return count <= _BY_ITSELF and busy
+    least = next((share for rows, share in _BUSY.items() if count <= rows), None)
+    if least is None:
+        return False
+    return _share_of_turns(have, window) >= (_BUSY[1] if window.stripe_chunks <= PARTS else least)
 
 
 def _share_of_turns(have: DeviceFacts, window: Window) -> float:
