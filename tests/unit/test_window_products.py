@@ -61,7 +61,7 @@ def test_a_group_takes_them_all(launch_on: Any) -> None:
         ("group_product", 5, 4096, 14336, 20, 1 << 16, 128, 77)
     ]
     ((_, grid, threads, shared, more),) = found.made
-    assert (grid, threads, more) == (8, 512, {"cluster": 8, "early": True})  # seven stripes: one cluster
+    assert (grid, threads, more) == (16, 512, {"cluster": 8, "early": True})  # seven stripes, four a group
     assert shared <= H200
 
 
