@@ -87,7 +87,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
   const u32 part = rank_in_cluster();
   // This block's chunks of a stripe are `part`, `part + PARTS`, ... A cluster takes WIDE stripes a turn, beside those of
   // others; EACH turns are a round, which passes over x once. Clusters share what is left in the end by fours, a group's: one
-  // has `last` stripes in its last turn, or no such turn. Divisions of both products would take up to 2 us of each kernel.
+  // has `last` stripes in its last turn, or no such turn. Two divisions more would take up to 2 us of a product.
   const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
   const u32 clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, step = clusters * WIDE, whole = stripes / step;
   const u32 left = (stripes - whole * step + 3) / 4, fours = (left >= clusters) + (left >= 2 * clusters), rest = left - fours * clusters;
