@@ -14,7 +14,7 @@
 #define HEADER_BYTES 128u   /* windows.md 5.1 */
 #define WINDOW_VERSION 1u
 #define FLAG_ZERO 1u
-#define SIDE_LIMIT (1ull << 28) /* windows.md 8 */
+#define SIDE_LIMIT (1ull << 27) /* windows.md 8 */
 #define WORDS_LIMIT (1ull << 40)
 #define ENTRIES_LIMIT (1ull << 32)
 #define MAX_BASE 124u       /* windows.md 1.3 */

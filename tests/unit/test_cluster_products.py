@@ -104,6 +104,7 @@ def test_wide(most: int, cluster: int, rows: int, columns: int, count: int, clus
         (40, 8500, 1),
         (450, 2100, 1),
         (300, 8500, 1),  # groups that have no stripe in the last turn, while x passes
+        (180, 4300, 1),  # of 64 rows of x, such groups pass x in the same round as others
         (690, 2100, 3),  # of 44 stripes, clusters of 12 warps have 16, 16 and 12, of 8 warps 16, 16 and 12
         (70, 2100, 2),  # less than a turn: one group's stripes for each cluster
     ],

@@ -173,7 +173,7 @@ VERSION = 1  # windows.md 5.1
 # magic, version, flags, reserved, rows, columns, entries, reserved, table, reserved
 HEADER = struct.Struct("<8sHHIQQQQ16s64s")  # windows.md 5.1
 ALIGNMENT = 128  # windows.md 5.2
-SIDE_LIMIT, WORDS_LIMIT, ENTRIES_LIMIT = 1 << 28, 1 << 40, 1 << 32  # windows.md 8
+SIDE_LIMIT, WORDS_LIMIT, ENTRIES_LIMIT = 1 << 27, 1 << 40, 1 << 32  # windows.md 8
 
 
 class Sections(NamedTuple):

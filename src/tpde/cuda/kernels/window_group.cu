@@ -267,6 +267,7 @@ group_product(MATRIX, const u16* x_at, u64 x_stride, u32 n, u16* __restrict__ y,
       if (taken % EACH == 0)
         for (u32 i = 0; i < own; i++) {
           wait_on(filled + 8 * stage, again);
+          __syncwarp();
           if (taken + i && lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
           if (++stage == STAGES) stage = 0, again ^= 1;
         }

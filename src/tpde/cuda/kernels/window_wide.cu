@@ -341,6 +341,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll 1
       for (u32 i = 0; i < 4 * own; i++) {
         wait_on(filled + 8 * stage, parities >> 2);
+        __syncwarp();
         pass_stage();
         leave();
       }

@@ -217,6 +217,14 @@ MUTANTS = (
         _CLUSTERS,
     ),
     mutant(
+        "idle-groups-that-pass-x-twice",
+        "cuda/kernels/window_group.cu",
+        "      if (taken % EACH == 0)\n",
+        "      if (true)\n",
+        "of two turns in a round, groups that have the first pass x once more, and wait for ever",
+        _CLUSTERS,
+    ),
+    mutant(
         "products-without-arranged-rows",
         "cuda/window_products.py",
         "                arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))\n",
