@@ -48,7 +48,8 @@ __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 
 }
 
 // End a turn's sums, of stripes from `first` on, as one of WARPS warps; tell all blocks that they have been read, if others
-// come there, `next` bytes from other blocks; and store y. Nobody waits for what is stored.
+// come there, `next` bytes from other blocks; and store y. Nobody waits for what is stored. Where a turn has fewer stripes,
+// what nobody sent is read, too: it is of rows that `out` leaves out.
 template <u32 WARPS>
 __device__ __forceinline__ void end_sums(const float4* sums, const Room& from, u32 parity, u32 next, const Out& out, u32 first, u32 rank, u32 warp, u32 lane) {
   float4 sum[(SLOTS + WARPS - 1) / WARPS];
