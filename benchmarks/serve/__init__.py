@@ -10,7 +10,8 @@ build. `--beside 2` runs two ways at a time on two GPUs of one kind.
 With `--offline` there is no server: requests of random tokens go to vLLM's engine in a process, in batches.
 `--offline --compare 200` says of how many prompts the tokens are the same in other batches, and with plain
 weights, and nothing else: PyTorch's compiler then chooses kernels without timing them, as by default two
-processes choose otherwise, and requests wait for each other, so that batches are the same in all ways.
+processes choose otherwise, and requests wait for each other, so that batches are the same in all ways. With
+`--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
 takes 64 rows a step, so that fused kernels multiply them.
 """
@@ -77,7 +78,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="layers of the shape, instead of its own number")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[it for it in WAYS if it != "tpde-2"])
     parser.add_argument("--concurrent", nargs="+", type=int, help="requests at a time: 1 8 32 128")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each")
@@ -91,6 +92,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--latency", action="store_true", help="vLLM's `bench latency`, no server")
     parser.add_argument("--beside", type=int, default=1, help="ways at a time, each on a GPU of its own")
     parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
+    parser.add_argument(
+        "--invariant", action="store_true", help="results that depend on no batch: `VLLM_BATCH_INVARIANT=1`"
+    )
     parser.add_argument("--perplexity", type=Path, help="measure that of this text and no speed, offline")
     tuned.option(parser)
     parser.add_argument("--serve", default="", help="more options of vLLM: `--serve='--enforce-eager'`")
@@ -164,6 +168,8 @@ def served(
     note(f"{way}: starts")
     kind = Engine if options.offline else Latency if options.latency else Server
     given = ["--no-enable-prefix-caching", *common, *more, *options.serve.split()]
+    if options.invariant:
+        environment = environment | {"VLLM_BATCH_INVARIANT": "1"}
     if options.compare:
         environment = environment | COMPARING | {"VLLM_CACHE_ROOT": str(log.with_suffix(".cache"))}
     with contextlib.closing(kind(model, given, log, environment)) as server:
@@ -214,7 +220,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
             rows = {way: done[way] for way in options.ways if way in done}
             page.clear()
             report(page, rows, options.concurrent, (options.prompt, options.tokens))
-            compare(page, rows)
+            compare(page, rows, options.invariant)
             perplexities(page, rows)
             page.data = rows
             page.save()

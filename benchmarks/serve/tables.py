@@ -58,27 +58,30 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
             page.table(["way", *map(str, concurrent)], lines)
 
 
-def compare(page: Page, rows: dict[str, Row]) -> None:
+def compare(page: Page, rows: dict[str, Row], invariant: bool) -> None:
     """How many prompts had the same tokens in another batch, and with plain weights in such a batch.
 
-    With exact kernels all should have those of plain weights.
+    Without plain weights, with `tpde` on one GPU. With exact kernels all should have those of plain weights;
+    with fused ones and `VLLM_BATCH_INVARIANT` the same in any batch, on one GPU and on two.
     """
-    plain = rows.get("bf16", {}).get("tokens")
+    found = {way: row["tokens"] for way, row in rows.items() if "tokens" in row}
+    plain, ours = found.get("bf16"), found.get("tpde")
+    beside, name = (ours, "tpde") if plain is None else (plain, "bf16")
     lines = []
-    for way, row in rows.items():
-        if "tokens" not in row:
-            continue
-        alone, together = row["tokens"]
-        beside = [_alike(row["tokens"][i], plain[i]) if plain else "-" for i in range(2)]
-        lines.append([WAYS[way].title, _alike(alone, together), *beside])
+    for way, (alone, together) in found.items():
+        as_it = [_alike(found[way][i], beside[i]) if beside else "-" for i in range(2)]
+        lines.append([WAYS[way].title, _alike(alone, together), *as_it])
     if lines:
         one, many = AT_A_TIME
         page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
-        page.table(["way", f"with {one} and {many} at a time", f"as bf16, {one}", f"as bf16, {many}"], lines)
-    if plain and "tokens" in rows.get("tpde-exact", {}):
-        page.judge(
-            rows["tpde-exact"]["tokens"] == plain, f"{WAYS['tpde-exact'].title}: all tokens are bf16's"
-        )
+        heads = ["way", f"with {one} and {many} at a time", f"as {name}, {one}", f"as {name}, {many}"]
+        page.table(heads, lines)
+    if invariant and ours:
+        page.judge(ours[0] == ours[1], f"{WAYS['tpde'].title}: all tokens are the same in other batches")
+    if invariant and ours and "tpde-2" in found:
+        page.judge(found["tpde-2"] == ours, f"{WAYS['tpde-2'].title}: all tokens are those of one")
+    if plain and "tpde-exact" in found:
+        page.judge(found["tpde-exact"] == plain, f"{WAYS['tpde-exact'].title}: all tokens are bf16's")
 
 
 def _alike(one: list[list[int]], other: list[list[int]]) -> str:

@@ -20,6 +20,7 @@ WAYS = {
     "fp8": Way("vLLM, FP8 (other weights)", ["--quantization", "fp8_per_tensor"]),
     "tpde": Way("tpde", ["--quantization", "tpde"]),
     "tpde-packed": Way("tpde, packed files", [], of_packed=True),
+    "tpde-2": Way("tpde, two GPUs", ["--quantization", "tpde", "--tensor-parallel-size", "2"]),
     "tpde-exact": Way("tpde, exact", ["--hf-overrides", EXACT]),
     "glyd": Way("Glyd", ["--quantization", "glyd"]),
 }

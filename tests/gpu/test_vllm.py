@@ -123,6 +123,17 @@ def test_rows_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     close(llm)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_two_gpus_give_what_one_gives(tmp_path: Path, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `VLLM_BATCH_INVARIANT`, which changes all of a process: engines have processes of their own."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    model = save_llama(tmp_path, biases=True)
+    how = MEMORY | {"quantization": "tpde", "enforce_eager": eager}
+    assert generated(model, tensor_parallel_size=2, **how) == generated(model, **how)
+
+
 def test_sleep(tmp_path: Path) -> None:
     """Weights come back from level 1; level 2 is refused, and requests go on."""
     llm = engine(save_experts(tmp_path), quantization="tpde", enable_sleep_mode=True, **MEMORY)

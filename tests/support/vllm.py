@@ -37,7 +37,13 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def save_llama(
-    directory: Path, *, tied: bool = False, seed: int = 0, scale: float = 1.0, hidden: int = 256
+    directory: Path,
+    *,
+    tied: bool = False,
+    biases: bool = False,
+    seed: int = 0,
+    scale: float = 1.0,
+    hidden: int = 256,
 ) -> Path:
     """A Llama of random bf16 weights. Its sizes are such that vLLM pads and merges matrices."""
     import torch
@@ -54,6 +60,8 @@ def save_llama(
         vocab_size=VOCABULARY,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
+        attention_bias=biases,
+        mlp_bias=biases,
         initializer_range=0.06,  # tokens are then apart by more than what compiled code rounds otherwise
         bos_token_id=VOCABULARY - 2,
         eos_token_id=VOCABULARY - 1,
@@ -63,6 +71,9 @@ def save_llama(
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data.mul_(scale)
+    for name, bias in model.named_parameters():
+        if name.endswith("bias"):
+            bias.data.normal_(0, 0.1)
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory

@@ -98,9 +98,20 @@ def test_tokens_of_exact_kernels_are_those_of_plain_weights(same: bool) -> None:
     plain = [[[5, 6], [7, 8]], [[5, 6], [7, 9]]]
     ours = plain if same else [plain[0], [[5, 6], [7, 8]]]
     rows = {"bf16": {"tokens": plain}, "tpde-exact": {"tokens": ours}, "tpde": {"tokens": plain[::-1]}}
-    compare(page, rows)
+    compare(page, rows, invariant=False)
     assert [met for _, met in page.bars] == [same]
     assert "as bf16, 32" in page.markdown()
+
+
+@pytest.mark.parametrize("other", [5, 6])
+@pytest.mark.parametrize("batched", [5, 6])
+def test_tokens_that_depend_on_no_batch_and_no_number_of_gpus(other: int, batched: int) -> None:
+    page = Page("Serving", {})
+    rows = {"tpde": {"tokens": [[[5]], [[batched]]]}, "tpde-2": {"tokens": [[[other]], [[batched]]]}}
+    compare(page, rows, invariant=True)
+    assert [met for _, met in page.bars] == [batched == 5, other == 5]
+    assert f"| tpde, two GPUs | {int(other == batched)} " in " ".join(page.markdown().split())
+    assert "as tpde, 32" in page.markdown()
 
 
 def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:

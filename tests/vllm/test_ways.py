@@ -10,6 +10,8 @@ import pytest
 from support.models import torch
 from support.vllm import Generated, close, engine, generate, generated, kernels
 
+import tpde
+
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 
 Models = dict[str, Path]
@@ -88,6 +90,32 @@ def test_compiled_code_is_kept_for_other_weights(tmp_path: Path) -> None:
 def test_two_workers(models: Models) -> None:
     wanted = generated(models["experts"], tensor_parallel_size=2)
     assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
+
+
+@pytest.mark.parametrize("how", ["plain", "packed", "compiled"])
+def test_no_sum_is_split_over_workers(tmp_path: Path, how: str) -> None:
+    """One worker's tokens, with weights that are loaded later, too."""
+    from support.vllm import save_llama
+
+    models = [save_llama(tmp_path / f"{seed}", biases=True, seed=seed) for seed in range(2)]
+    options = TPDE | {"enforce_eager": how != "compiled"}
+    wanted = [generated(it, **options) for it in models]
+    assert wanted[0] != wanted[1]
+    if how == "packed":
+        tpde.pack(models[0], tmp_path / "packed")
+        models[0] = tmp_path / "packed"
+    two = {"tensor_parallel_size": 2, "worker_extension_cls": "support.batch_invariant.Invariant"}
+    llm = engine(models[0], **options, **two)
+    one, other = llm.collective_rpc("sides")
+    assert one == other
+    assert one["model.layers.0.self_attn.o_proj"] == [128, 256]
+    assert one["model.layers.1.mlp.down_proj"] == [128, 512]
+    assert one["model.layers.1.mlp.gate_up_proj"] == [512, 256]
+    assert_same_tokens(generate(llm), wanted[0])
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models[1])})
+    llm.reset_prefix_cache()
+    assert_same_tokens(generate(llm), wanted[1])
+    close(llm)
 
 
 def test_two_stages(models: Models) -> None:

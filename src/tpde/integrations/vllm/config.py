@@ -141,18 +141,22 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         InvalidInput
             If the model is to be run in a way that does not work with packed weights.
         """
-        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         from tpde.integrations.vllm import internals, refusals
         from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
         from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
         from tpde.integrations.vllm.linear_method import TpdeLinearMethod
+        from tpde.integrations.vllm.whole_rows_method import WholeRowsMethod
 
         # Of attention vLLM asks again when weights are reloaded, and 0.26 sets no configuration for that.
         if not isinstance(layer, LinearBase | VocabParallelEmbedding | internals.RoutedExperts):
             return None
         refusals.check()
+        invariant = self.kernels == "fused" and internals.is_batch_invariant()
+        if invariant and isinstance(layer, RowParallelLinear):
+            return WholeRowsMethod(self.report, prefix)
         if isinstance(layer, LinearBase):
             return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):

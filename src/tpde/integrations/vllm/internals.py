@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -49,6 +50,7 @@ RELIED_ON = {
     "config.get_current_vllm_config_or_none": "what the KV cache has room for, and CUDA graphs",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
+    "distributed.tensor_model_parallel_all_gather": "results that do not depend on the number of GPUs",
     "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
@@ -170,6 +172,12 @@ def records_graphs() -> bool:
 def is_batch_invariant() -> bool:
     """Whether results are not to depend on the batch, as `VLLM_BATCH_INVARIANT=1` asks for."""
     return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def gather_columns(x: Tensor) -> Tensor:
+    """All columns of a matrix of which each GPU of a tensor parallel group has as many, in its order."""
+    gathered: Tensor = tensor_model_parallel_all_gather(x)
+    return gathered
 
 
 def prepares_weights() -> bool:

@@ -31,6 +31,7 @@ class LoadReport:
     def __init__(self, kernels: str) -> None:
         self.kernels = kernels
         self.plain_bytes = self.held_bytes = self.room_bytes = self.awaited = self._told = 0
+        self._cut_by_rows = 0
         self._on_host = [0, 0]  # bytes of `plain_bytes` and `held_bytes`
         self._kinds: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
@@ -58,6 +59,10 @@ class LoadReport:
         """Whether weights are kept in host memory."""
         return self._on_host[0] > 0
 
+    def cut_by_rows(self) -> None:
+        """Count a matrix that GPUs share by rows where vLLM does by columns."""
+        self._cut_by_rows += 1
+
     def decoded(self, why: str) -> None:
         """Count a layer whose experts are decoded for every batch, and why."""
         self._decoded[why] += 1
@@ -80,6 +85,12 @@ class LoadReport:
         )
         for why, count in self._plain.items():
             log.info("tpde: %d stay plain: %s", count, why)
+        if self._cut_by_rows:
+            log.info(
+                "tpde: `VLLM_BATCH_INVARIANT` is set: %d matrices that vLLM cuts by columns are cut by rows, "
+                "so that no sum is split over GPUs",
+                self._cut_by_rows,
+            )
         if there:
             log.info(
                 "tpde: of these, %.1f MiB instead of %.1f are in host memory, copied before layers run",
