@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import tempfile
 import threading
@@ -42,9 +43,7 @@ from benchmarks.serve.ways import WAYS
 TITLE = "Serving with vLLM"
 CONCURRENT = [1, 8, 32, 128]
 LEAST = 8  # requests that are measured
-# Where tokens are compared: the compiler times nothing, and finds nothing that it chose by time before; the
-# engine is in the process that asks, and begins when all of a batch was asked for.
-COMPARING = {"TORCHINDUCTOR_DETERMINISTIC": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+UNTIMED = {"deterministic": True, "combo_kernels": False}  # what the compiler would choose by time is fixed
 _packing = threading.Lock()
 
 
@@ -171,7 +170,8 @@ def served(
     if options.invariant:
         environment = environment | {"VLLM_BATCH_INVARIANT": "1"}
     if options.compare:
-        environment = environment | COMPARING | {"VLLM_CACHE_ROOT": str(log.with_suffix(".cache"))}
+        given += ["--compilation-config", json.dumps({"inductor_compile_config": UNTIMED})]
+        environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # batches begin when all is asked
     with contextlib.closing(kind(model, given, log, environment)) as server:
         return measure(way, server, model, options)
 

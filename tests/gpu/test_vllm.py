@@ -16,6 +16,8 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed")
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore"), pytest.mark.whole_card]
 
 MEMORY = {"gpu_memory_utilization": 0.2}
+# The compiler chooses nothing by time, which it does not alike in two processes.
+UNTIMED = {"inductor_compile_config": {"deterministic": True, "combo_kernels": False}}
 
 
 @pytest.fixture(scope="module", params=["llama", "tied", "experts"])
@@ -43,14 +45,11 @@ def test_compiled_with_graphs(model: Path, how: str) -> None:
     assert generated(model, enforce_eager=False, **kernels(how), **MEMORY) == found
 
 
-def test_compiled_rows_of_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_rows_of_many_columns(tmp_path: Path) -> None:
     """Whose norms the compiler adds up in several ways: with exact kernels as with plain weights."""
-    from torch._inductor import config
-
-    monkeypatch.setattr(config, "deterministic", True)  # by which it times none of them
     model = save_llama(tmp_path / "wide", hidden=4096)
-    wanted = generated(model, enforce_eager=False, **MEMORY)
-    assert generated(model, enforce_eager=False, **kernels("exact"), **MEMORY) == wanted
+    how = MEMORY | {"enforce_eager": False, "compilation_config": UNTIMED}
+    assert generated(model, **kernels("exact"), **how) == generated(model, **how)
 
 
 @pytest.mark.parametrize("how", ["graphs", "eager", "exact"])
@@ -126,11 +125,12 @@ def test_rows_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_two_gpus_give_what_one_gives(tmp_path: Path, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `VLLM_BATCH_INVARIANT`, which changes all of a process: engines have processes of their own."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    """With `VLLM_BATCH_INVARIANT`, which changes all of a process: each engine has a new one."""
+    for name in ("VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     model = save_llama(tmp_path, biases=True)
-    how = MEMORY | {"quantization": "tpde", "enforce_eager": eager}
+    how = MEMORY | {"quantization": "tpde", "enforce_eager": eager, "compilation_config": UNTIMED}
     assert generated(model, tensor_parallel_size=2, **how) == generated(model, **how)
 
 

@@ -6,7 +6,8 @@ How it fits together:
   `tpde`, and imports next to nothing: what else there is, is imported where a model uses it.
 - `config.TpdeConfig` is what vLLM makes of `--quantization tpde` or of a packed model's `config.json`. It
   gives each linear layer, embedding and mixture of experts a method: `linear_method`, `embedding_method`,
-  `experts_method`.
+  `experts_method`. With `VLLM_BATCH_INVARIANT`, `whole_rows_method` is that of layers whose sums vLLM splits
+  over GPUs.
 - A method creates weights on the `meta` device, in the shapes that plain vLLM has. vLLM's own loaders then
   shard and merge what comes from the files, layer by layer, so that tensor parallelism and merged projections
   need nothing here. When a layer is complete, `process_weights_after_loading` packs it (`weights.hold`).
