@@ -186,6 +186,10 @@ def check(options: argparse.Namespace) -> None:
         raise SystemExit(f"`--{alone[0]}` needs a run of its own, without `--{alone[1]}`")
     if options.perplexity and not options.perplexity.is_file():
         raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
+    if options.compare and "--compilation-config" in options.serve:
+        raise SystemExit("`--compare` has a `--compilation-config` of its own: leave it out of `--serve`")
+    if options.beside > 1 and "tpde-2" in options.ways:
+        raise SystemExit("`--beside` gives each way one GPU, `tpde-2` needs two")
     options.concurrent = options.concurrent or ([] if alone else CONCURRENT)
 
 

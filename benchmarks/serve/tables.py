@@ -76,8 +76,10 @@ def compare(page: Page, rows: dict[str, Row], invariant: bool) -> None:
         page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
         heads = ["way", f"with {one} and {many} at a time", f"as {name}, {one}", f"as {name}, {many}"]
         page.table(heads, lines)
-    if invariant and ours:
-        page.judge(ours[0] == ours[1], f"{WAYS['tpde'].title}: all tokens are the same in other batches")
+    for way in ("tpde", "tpde-2"):
+        if invariant and way in found:
+            alone, together = found[way]
+            page.judge(alone == together, f"{WAYS[way].title}: all tokens are the same in other batches")
     if invariant and ours and "tpde-2" in found:
         page.judge(found["tpde-2"] == ours, f"{WAYS['tpde-2'].title}: all tokens are those of one")
     if plain and "tpde-exact" in found:

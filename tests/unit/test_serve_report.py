@@ -109,7 +109,7 @@ def test_tokens_that_depend_on_no_batch_and_no_number_of_gpus(other: int, batche
     page = Page("Serving", {})
     rows = {"tpde": {"tokens": [[[5]], [[batched]]]}, "tpde-2": {"tokens": [[[other]], [[batched]]]}}
     compare(page, rows, invariant=True)
-    assert [met for _, met in page.bars] == [batched == 5, other == 5]
+    assert [met for _, met in page.bars] == [batched == 5, other == batched, other == 5]
     assert f"| tpde, two GPUs | {int(other == batched)} " in " ".join(page.markdown().split())
     assert "as tpde, 32" in page.markdown()
 
@@ -175,6 +175,13 @@ def test_comparing_has_a_run_of_its_own() -> None:
     assert chosen.concurrent == []
     with pytest.raises(SystemExit, match="`--compare` needs a run of its own, without `--concurrent`"):
         check(given("--offline", "--compare", "20", "--concurrent", "1"))
+    with pytest.raises(SystemExit, match="leave it out of `--serve`"):
+        check(given("--offline", "--compare", "20", "--serve=--compilation-config {}"))
+
+
+def test_a_way_on_two_gpus_has_none_beside_it() -> None:
+    with pytest.raises(SystemExit, match="`tpde-2` needs two"):
+        check(given("--offline", "--ways", "tpde", "tpde-2", "--beside", "2"))
 
 
 def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:

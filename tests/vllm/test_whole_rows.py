@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,11 +108,25 @@ def test_rows_that_cannot_be_shared_evenly(
     assert "down_proj has 510 rows, which 4 GPUs cannot share evenly" in caplog.text
 
 
-def test_what_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in ((ROWS + 2, COLUMNS), (ROWS // 2, COLUMNS), (ROWS, 1)):
+        with pytest.raises(AssertionError):
+            held(Layer(0, 2), torch.randn(shape).bfloat16(), monkeypatch)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_told(fused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning where vLLM 0.26 adds up and normalizes in a kernel of FlashInfer's."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    passes = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=fused))
+    found = SimpleNamespace(compilation_config=passes)
+    found.compilation_config.static_forward_context = {}
+    monkeypatch.setattr(internals, "get_current_vllm_config_or_none", lambda: found)
     report = LoadReport("fused")
-    report.cut_by_rows()
-    report.packed(100, 70, "in windows")
+    for _ in range(2):
+        report.cut_by_rows()
+        report.packed(100, 70, "in windows")
     with caplog.at_level(logging.INFO):
         report.tell()
-    assert "1 matrices that vLLM cuts by columns are cut by rows" in caplog.text
+    assert "2 matrices that vLLM cuts by columns are cut by rows" in caplog.text
+    assert ("results depend on the number of GPUs" in caplog.text) == fused

@@ -47,6 +47,7 @@ RELIED_ON = {
     "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
     "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
     "config.CompilationConfig.cudagraph_mode": "other weights for a model that serves",
+    "config.PassConfig.fuse_allreduce_rms": "a warning that results depend on the number of GPUs",
     "config.get_current_vllm_config_or_none": "what the KV cache has room for, and CUDA graphs",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
@@ -176,8 +177,17 @@ def is_batch_invariant() -> bool:
 
 def gather_columns(x: Tensor) -> Tensor:
     """All columns of a matrix of which each GPU of a tensor parallel group has as many, in its order."""
-    gathered: Tensor = tensor_model_parallel_all_gather(x)
+    gathered: Tensor = tensor_model_parallel_all_gather(x.contiguous())
     return gathered
+
+
+def fuses_sums_with_norms() -> bool:
+    """Whether compiled code adds up over GPUs and normalizes in one kernel, which rounds otherwise.
+
+    By FlashInfer, where that is installed. With `VLLM_BATCH_INVARIANT`, 0.32 does not; 0.26 does.
+    """
+    config: Any = get_current_vllm_config_or_none()
+    return config is not None and bool(config.compilation_config.pass_config.fuse_allreduce_rms)
 
 
 def prepares_weights() -> bool:

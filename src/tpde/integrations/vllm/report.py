@@ -69,6 +69,8 @@ class LoadReport:
 
     def tell(self) -> None:
         """Say what was gained, once for all that was counted: when all layers are loaded."""
+        from tpde.integrations.vllm import internals
+
         if self.awaited or self._told == self.plain_bytes:
             return
         self._told = self.plain_bytes
@@ -88,9 +90,15 @@ class LoadReport:
         if self._cut_by_rows:
             log.info(
                 "tpde: `VLLM_BATCH_INVARIANT` is set: %d matrices that vLLM cuts by columns are cut by rows, "
-                "so that no sum is split over GPUs",
+                "so that no sum of theirs is split over GPUs",
                 self._cut_by_rows,
             )
+            if internals.fuses_sums_with_norms():
+                log.warning(
+                    "tpde: results depend on the number of GPUs: vLLM adds up over them and normalizes in "
+                    "one kernel, which rounds otherwise; give "
+                    """`--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'`"""
+                )
         if there:
             log.info(
                 "tpde: of these, %.1f MiB instead of %.1f are in host memory, copied before layers run",
@@ -101,8 +109,6 @@ class LoadReport:
             log.info("tpde: experts are decoded into %.1f MiB beside, a layer's at a time", room)
         for why, count in self._decoded.items():
             log.info("tpde: experts of %d layers are decoded for batches of any size: %s", count, why)
-        from tpde.integrations.vllm.internals import token_bytes
-
-        token = token_bytes()
+        token = internals.token_bytes()
         if token and gained > 0:
             log.info("tpde: saved is room for %d tokens in the KV cache", gained // token)

@@ -29,7 +29,7 @@ class WholeRowsMethod(TpdeLinearMethod):
 
     def __init__(self, report: LoadReport, name: str) -> None:
         super().__init__(report, name)
-        self._rank, self._is_cut = 0, False
+        self._rank, self._size, self._is_cut = 0, 1, False
 
     def create_weights(  # vLLM names these arguments
         self,
@@ -46,7 +46,7 @@ class WholeRowsMethod(TpdeLinearMethod):
         """
         self._is_cut = layer.tp_size > 1 and output_size % layer.tp_size == 0
         if self._is_cut:
-            self._rank, input_size_per_partition = layer.tp_rank, input_size
+            self._rank, self._size, input_size_per_partition = layer.tp_rank, layer.tp_size, input_size
             output_partition_sizes = [output_size // layer.tp_size]
             more["weight_loader"] = self.load
             self._report.cut_by_rows()
@@ -68,9 +68,8 @@ class WholeRowsMethod(TpdeLinearMethod):
     def load(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
         """Copy this GPU's rows of a whole matrix, as vLLM's own loader does with columns."""
         rows = param.shape[0]
-        mine = loaded_weight.narrow(0, self._rank * rows, rows)
-        assert mine.shape == param.shape
-        param.data.copy_(mine)
+        assert loaded_weight.shape == (self._size * rows, param.shape[1])
+        param.data.copy_(loaded_weight[self._rank * rows :][:rows])
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute this GPU's share of `x @ W.T + bias`, with -0 elsewhere.
