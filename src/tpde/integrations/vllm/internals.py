@@ -4,7 +4,7 @@ Documented are configurations and methods of quantization, the methods for plain
 and the current configuration; the other modules here import these from vLLM, and all else from here.
 `RELIED_ON` says what breaks without each, and a test looks for all of them in the version that is installed.
 
-vLLM 0.25.1 to 0.32 have all of this. Where they differ, a function here says so.
+vLLM 0.25.1 to 0.33 have all of this. Where they differ, a function here says so.
 """
 
 from __future__ import annotations
