@@ -43,7 +43,12 @@ from benchmarks.serve.ways import WAYS
 TITLE = "Serving with vLLM"
 CONCURRENT = [1, 8, 32, 128]
 LEAST = 8  # requests that are measured
-UNTIMED = {"deterministic": True, "combo_kernels": False}  # what the compiler would choose by time is fixed
+# Where tokens are compared: the compiler chooses nothing by time, and takes no kernel of FlashInfer's for
+# sums over GPUs and norms, which rounds otherwise.
+COMPARING = {
+    "inductor_compile_config": {"deterministic": True, "combo_kernels": False},
+    "pass_config": {"fuse_allreduce_rms": False},
+}
 _packing = threading.Lock()
 
 
@@ -170,7 +175,7 @@ def served(
     if options.invariant:
         environment = environment | {"VLLM_BATCH_INVARIANT": "1"}
     if options.compare:
-        given += ["--compilation-config", json.dumps({"inductor_compile_config": UNTIMED})]
+        given += ["--compilation-config", json.dumps(COMPARING)]
         environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # batches begin when all is asked
     with contextlib.closing(kind(model, given, log, environment)) as server:
         return measure(way, server, model, options)

@@ -68,12 +68,12 @@ def compare(page: Page, rows: dict[str, Row], invariant: bool) -> None:
     plain, ours = found.get("bf16"), found.get("tpde")
     beside, name = (ours, "tpde") if plain is None else (plain, "bf16")
     lines = []
-    for way, (alone, together) in found.items():
-        as_it = [_alike(found[way][i], beside[i]) if beside else "-" for i in range(2)]
-        lines.append([WAYS[way].title, _alike(alone, together), *as_it])
+    for way, tokens in found.items():
+        as_it = [_alike(tokens[i], beside[i]) if beside else "-" for i in range(2)]
+        lines.append([WAYS[way].title, _alike(*tokens), *as_it])
     if lines:
         one, many = AT_A_TIME
-        page.say(f"Of {len(alone)} prompts, how many have the same {COMPARED} first tokens:")
+        page.say(f"Of {len(tokens[0])} prompts, how many have the same {COMPARED} first tokens:")
         heads = ["way", f"with {one} and {many} at a time", f"as {name}, {one}", f"as {name}, {many}"]
         page.table(heads, lines)
     for way in ("tpde", "tpde-2"):

@@ -10,14 +10,13 @@ from support.models import assert_same_bits
 from support.vllm import close, engine, generate, generated, kernels, layers, save_experts, save_llama
 
 import tpde
+from benchmarks.serve import COMPARING
 from tpde.errors import PackedWeight
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed")
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore"), pytest.mark.whole_card]
 
 MEMORY = {"gpu_memory_utilization": 0.2}
-# The compiler chooses nothing by time, which it does not alike in two processes.
-UNTIMED = {"inductor_compile_config": {"deterministic": True, "combo_kernels": False}}
 
 
 @pytest.fixture(scope="module", params=["llama", "tied", "experts"])
@@ -48,7 +47,7 @@ def test_compiled_with_graphs(model: Path, how: str) -> None:
 def test_compiled_rows_of_many_columns(tmp_path: Path) -> None:
     """Whose norms the compiler adds up in several ways: with exact kernels as with plain weights."""
     model = save_llama(tmp_path / "wide", hidden=4096)
-    how = MEMORY | {"enforce_eager": False, "compilation_config": UNTIMED}
+    how = MEMORY | {"enforce_eager": False, "compilation_config": COMPARING}
     assert generated(model, **kernels("exact"), **how) == generated(model, **how)
 
 
@@ -130,7 +129,7 @@ def test_two_gpus_give_what_one_gives(tmp_path: Path, eager: bool, monkeypatch: 
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     model = save_llama(tmp_path, biases=True)
-    how = MEMORY | {"quantization": "tpde", "enforce_eager": eager, "compilation_config": UNTIMED}
+    how = MEMORY | {"quantization": "tpde", "enforce_eager": eager, "compilation_config": COMPARING}
     assert generated(model, tensor_parallel_size=2, **how) == generated(model, **how)
 
 

@@ -96,8 +96,8 @@ class LoadReport:
             if internals.fuses_sums_with_norms():
                 log.warning(
                     "tpde: results depend on the number of GPUs: vLLM adds up over them and normalizes in "
-                    "one kernel, which rounds otherwise; give "
-                    """`--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'`"""
+                    "one kernel, which rounds otherwise; `--compilation-config` needs "
+                    '`"pass_config": {"fuse_allreduce_rms": false}`'
                 )
         if there:
             log.info(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tpde.integrations.vllm import internals
 from tpde.integrations.vllm.linear_method import TpdeLinearMethod
-from tpde.integrations.vllm.report import LoadReport, log
+from tpde.integrations.vllm.report import log
 
 
 class WholeRowsMethod(TpdeLinearMethod):
@@ -18,18 +18,9 @@ class WholeRowsMethod(TpdeLinearMethod):
     With columns cut, vLLM rounds each GPU's sums, and adds them. Here each GPU gathers x, and computes its
     share of the result from all columns: the bits that one GPU gives. Elsewhere it has -0, which changes no
     number that it is added to, so that vLLM's own sum over GPUs puts the result together.
-
-    Parameters
-    ----------
-    report : LoadReport
-        Which kernels are wanted, and where it is counted what becomes of the weight.
-    name : str
-        What errors call the layer.
     """
 
-    def __init__(self, report: LoadReport, name: str) -> None:
-        super().__init__(report, name)
-        self._rank, self._size, self._is_cut = 0, 1, False
+    _rank, _size, _is_cut = 0, 1, False  # until a layer creates its weight
 
     def create_weights(  # vLLM names these arguments
         self,
