@@ -191,7 +191,10 @@ def _errors_of_experts(
     for weight, x, sorted_x in zip(layer, ours, theirs, strict=True):
         each = routes.ids.numel() // len(x)
         rows = x.repeat_interleave(each, 0).double()
-        needed = (weight.plain[routes.ids].double() @ rows.unsqueeze(-1)).squeeze(-1)
+        needed = rows.new_empty((len(rows), weight.plain.shape[1]))
+        for number in routes.ids.unique().tolist():
+            mine = routes.ids == number
+            needed[mine] = rows[mine] @ weight.plain[number].double().t()
         library = needed[routes.order] if routes.grouped else needed
         for to, y, right in (
             (found[0], weight.fused(x, routes), needed),
@@ -204,7 +207,9 @@ def _errors_of_experts(
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_TOKENS])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, MOST_TOKENS]
+    )
     parser.add_argument("--runs", type=int, default=9)
 
 

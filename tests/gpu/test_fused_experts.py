@@ -10,7 +10,8 @@ from support.experts import NAMES, WAYS, experts_of, moe
 from support.gpu import needs_cuda, torch
 from support.models import VOCAB
 
-from tpde.cuda.window_experts import MOST_TOKENS
+from tpde.cuda.backend import current
+from tpde.cuda.window_experts import MOST_TOKENS, expert_products
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels
 from tpde.weights import windowing
 from tpde.weights.experts_in_windows import parts_in_windows
@@ -21,6 +22,7 @@ pytestmark = needs_cuda
 
 # Experts, rows, columns: a part of a sum, three, eight, tails, odd columns.
 SHAPES = [(3, 16, 64), (8, 96, 768), (128, 192, 2048), (4, 130, 2883), (5, 34, 300), (2, 64, 14336)]
+SHAPES += [(6, 2000, 300)]
 
 
 def words(experts: int, rows: int, columns: int) -> Any:
@@ -86,7 +88,7 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int]) -> No
             for packed in kinds:
                 found = packed.experts.product(x, ids, each, added)
                 assert torch.equal(bits(found), bits(needed))
-                for count in (1, 3, 8, 9, 33):
+                for count in (1, 3, 8, 9, 33, 200):
                     some = packed.experts.product(x[:count], ids[: count * each], each, added)
                     assert torch.equal(bits(some), bits(needed[: count * each]))
     same = torch.full((MOST_TOKENS,), experts - 1, device="cuda")
@@ -124,6 +126,27 @@ def test_the_error_is_the_matrix_librarys() -> None:
     theirs = torch.bmm(plain[ids], x.unsqueeze(-1)).squeeze(-1)
     ours = one(plain).experts.product(x, ids, 1, None)
     assert (ours.double() - needed).norm() <= 1.01 * (theirs.double() - needed).norm()
+
+
+def test_every_way_of_these_shapes_runs() -> None:
+    """What the tests above compare: by the first way of each call."""
+    have, found = current().facts(0), set()
+    for experts, rows, columns in SHAPES:
+        for count in (1, 2, 9, 33, 200, MOST_TOKENS, 2 * MOST_TOKENS):
+            found.add(expert_products(columns, -(-rows // 16), experts, count, have)[0][:2])
+    assert found >= {(8, True), (16, True), (32, True), (8, False)}
+
+
+def test_sums_of_tokens() -> None:
+    draw = torch.Generator("cuda").manual_seed(4)
+    for tokens, each, width in ((1, 8, 2048), (33, 4, 130), (512, 8, 96), (3, 1, 35)):
+        experts = one(words(2, width, 64)).experts
+        y = torch.randn((tokens * each, width), device="cuda", generator=draw).bfloat16()
+        scores = torch.rand((tokens, each), device="cuda", generator=draw)
+        needed = torch.zeros((tokens, width), device="cuda")
+        for k in range(each):
+            needed += y.view(tokens, each, width)[:, k].float() * scores[:, k : k + 1]
+        assert torch.equal(bits(experts.weighted(y, scores)), bits(needed.bfloat16()))
 
 
 def test_graphs_follow_the_router() -> None:

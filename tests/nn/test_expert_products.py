@@ -9,6 +9,7 @@ from support.emulated import windows_on_cpu  # noqa: F401
 from support.experts import WAYS, as_on_gpu, experts_of, fused_model, ids, layers, moe, packed, plain_model  # noqa: F401
 from support.models import assert_same_bits, torch
 
+from tpde.cuda import window_experts
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import PackedTensor, set_kernels
 from tpde.nn import routed as routed_module
@@ -26,7 +27,7 @@ def test_models_by_kernels(plain: Any, fused: Any, as_on_gpu: Any) -> None:  # n
     model, launched = as_on_gpu(fused), []
     first = experts_of(model)[0].experts
     real = first._there.product
-    first._there.product = lambda *given: (launched.append(given[4]), real(*given))
+    first._there.product = lambda *given, **how: (launched.append(given[4]), real(*given, **how))
     with torch.no_grad():
         found, needed = model(ids(3, 7)).logits, plain(ids(3, 7)).logits
         assert launched == [42]  # 21 tokens, two experts each
@@ -69,7 +70,7 @@ def test_what_is_not_for_kernels(fused: Any, as_on_gpu: Any, plain: Any) -> None
     model = as_on_gpu(fused)
     mine, theirs = layers(model)[0], plain.model.layers[0].mlp.experts
     for it in experts_of(model):
-        it.experts._there.product = lambda *_: pytest.fail("multiplied by the kernel")
+        it.experts._there.product = lambda *_, **__: pytest.fail("multiplied by the kernel")
 
     def call(tokens: int, dtype: Any = torch.bfloat16) -> tuple[Any, ...]:
         torch.manual_seed(tokens)
@@ -77,7 +78,7 @@ def test_what_is_not_for_kernels(fused: Any, as_on_gpu: Any, plain: Any) -> None
         return x, torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2).to(dtype)
 
     with torch.no_grad():
-        assert_same_bits(mine(*call(65)), theirs(*call(65)))
+        assert_same_bits(mine(*call(97)), theirs(*call(97)))
         assert mine(*call(0)).shape == (0, 64)
         with torch.autocast("cpu", torch.float16):
             assert_same_bits(mine(*call(3)), theirs(*call(3)))
@@ -102,6 +103,34 @@ def test_what_is_not_for_kernels(fused: Any, as_on_gpu: Any, plain: Any) -> None
     with torch.no_grad():
         assert routed_module.routed(mine, (), named) is not None
         assert routed_module.routed(mine, (named["hidden_states"],), named) is None
+
+
+def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
+    """By tokens, by what a launch has room for, and by how many rows an expert has on average."""
+    experts = experts_of(fused)[0].experts
+    assert not experts.fits(1, 1)  # there is no GPU
+    experts = experts_of(as_on_gpu(fused))[0].experts
+    most = window_experts.MOST_EACH * experts._count
+    assert experts.fits(window_experts.MOST_TOKENS, most)
+    assert not experts.fits(window_experts.MOST_TOKENS + 1, most)
+    assert not experts.fits(1, most + 1)
+    assert not experts.fits(0, 0)
+    experts._count = window_experts.MOST_EXPERTS
+    assert experts.fits(1, window_experts.MOST_ROUTED)
+    assert not experts.fits(1, window_experts.MOST_ROUTED + 1)
+    experts._count += 1
+    assert not experts.fits(1, 1)
+
+
+@pytest.mark.parametrize("each", [1, 8])
+def test_sums_of_a_token(each: int, fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
+    """The kernel's bits are those of PyTorch, one row after the other."""
+    experts = experts_of(fused)[1].experts
+    y = torch.randn(5 * each, experts.width).bfloat16()
+    scores = torch.rand(5, each + 1)[:, 1:]
+    alone = experts.weighted(y, scores)
+    assert alone.shape == (5, experts.width)
+    assert_same_bits(experts_of(as_on_gpu(fused))[1].experts.weighted(y, scores), alone)
 
 
 @pytest.mark.parametrize("how", WAYS)

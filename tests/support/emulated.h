@@ -99,6 +99,12 @@ static unsigned __ballot_sync(unsigned mask, unsigned long long value) {
   for (int i = 0; i < 32; i++) found |= (values[i] != 0 ? 1u : 0u) << i;
   return found;
 }
+static unsigned __match_any_sync(unsigned mask, unsigned value) {
+  const unsigned long long *values = fibers::meet(mask, value);
+  unsigned same = 0;
+  for (int i = 0; i < 32; i++) same |= ((unsigned)values[i] == value ? 1u : 0u) << i;
+  return same;
+}
 static unsigned __reduce_add_sync(unsigned mask, unsigned value) {
   const unsigned long long *values = fibers::meet(mask, value);
   unsigned sum = 0;
@@ -178,6 +184,8 @@ static float __uint_as_float(unsigned bits) {
   memcpy(&value, &bits, 4);
   return value;
 }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fmul_rn(float a, float b) { return a * b; }
 static unsigned short rounded(float value) {
   unsigned bits;
   memcpy(&bits, &value, 4);

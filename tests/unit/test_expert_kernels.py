@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.contents import rng
-from support.emulated import windows_on_cpu  # noqa: F401
+from support.emulated import CPU, windows_on_cpu  # noqa: F401
 from support.window_encoding import guards, room
 from support.windows import MATRICES
 
 from tpde.codec import window_plan, windows, windows_reference
 from tpde.cuda import window_experts
-from tpde.cuda.product_ways import WARPS
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts, expert_products
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import InvalidInput
@@ -48,11 +47,13 @@ class Held:
 
     def product(self, x: np.ndarray, ids: Any, per: int = 1, bias: np.ndarray | None = None) -> np.ndarray:
         """The kernel's."""
-        taken, numbers = padded(x), np.array(ids, np.int64)
+        taken, numbers = padded(x), np.asarray(ids)
+        wide = numbers.dtype == np.int64
         y = room(2 * numbers.size * self.parts * self.rows, 2, 0x5A)
         self.device.product(
             *(taken.ctypes.data, taken.shape[1], per, numbers.ctypes.data, numbers.size, y.ctypes.data),
             *(0 if bias is None else bias.ctypes.data, 0),
+            wide=wide,
         )
         assert (guards(y) == 0x5A).all()
         return y.view(np.uint16).reshape(numbers.size, -1)
@@ -123,13 +124,17 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int, int]) 
             assert np.array_equal(found, held.by_one(x, ids, per, added)), (per, ids)
 
 
-@pytest.mark.parametrize("rows", [8, 16])
-def test_rows_at_a_time_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(3, 2, 40, 600, ["weights", "escapes"])
-    ids = rng("ids", rows).integers(0, 3, 50).tolist()
-    x = of_batch(50, 600)
-    monkeypatch.setattr(window_experts, "_ROWS", (rows,))
-    assert np.array_equal(held.product(x, ids), held.by_one(x, ids))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("way", window_experts._WAYS, ids=str)
+def test_ways_change_nothing(
+    way: tuple[int, bool, int, int], shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(*shape, CONTENTS)
+    monkeypatch.setattr(window_experts, "_WAYS", (way,))
+    for count, kind in ((5, np.int64), (32, np.int32), (33, np.int32), (90, np.int64)):
+        ids = rng("ids", way[0], count).integers(0, shape[0] + 1, count).astype(kind)
+        x = of_batch(count, shape[3])
+        assert np.array_equal(held.product(x, ids), held.by_one(x, ids))
 
 
 def test_whole_numbers_are_exact() -> None:
@@ -207,15 +212,57 @@ def test_many_experts_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_every_way_fits(shared: int) -> None:
+    have = CPU._replace(shared_bytes=shared, multiprocessors=132)
     for columns in (8, 768, 2048, 14336):
         for experts in (1, 8, 128, MOST_EXPERTS):
             for count in (1, 64, 512, MOST_ROUTED):
-                ways = expert_products(columns, experts, count, shared)
+                ways = expert_products(columns, 96, experts, count, have)
                 assert ways
                 for how in ways:
                     assert how.shared <= shared
                     assert how.blocks * (how.shared + 1024) <= shared + 1024
-                    assert how.shared >= WARPS * 9728 + 8192 * how.rows // 8 + 6 * experts + 2 * count + 4
+                    sums = (1536 if how.alone else 1024) * how.rows // 8
+                    assert how.shared >= how.warps * (9728 + sums) + 6 * experts + 2 * count + 4
+                    assert how.warps * sums >= 4 * MOST_EXPERTS  # counts are where sums are later
+
+
+def test_the_way_is_chosen_by_how_much_there_is_to_do() -> None:
+    have = CPU._replace(shared_bytes=227 << 10, multiprocessors=132)
+
+    def first(columns: int, stripes: int, experts: int, count: int) -> tuple[int, bool]:
+        return expert_products(columns, stripes, experts, count, have)[0][:2]
+
+    assert first(2048, 96, 128, 8) == (8, True)
+    assert first(14336, 256, 8, 2) == (8, False)  # of two experts' stripes, most warps would have none
+    assert [first(2048, 96, 128, it) for it in (768, 769, 1536, 1537, 4096)] == [
+        (8, True),
+        (16, True),
+        (16, True),
+        (32, True),
+        (32, True),
+    ]
+    small = have._replace(shared_bytes=99 << 10)
+    assert expert_products(2048, 96, 128, 4096, small)[0][:2] == (8, False)
+
+
+@pytest.mark.parametrize(("tokens", "each", "width"), [(1, 1, 1), (3, 8, 516), (2, 3, 1030), (5, 2, 34)])
+def test_sums_are_rounded_row_by_row(tokens: int, each: int, width: int) -> None:
+    held = Held(1, 1, width, 8, ["weights"])
+    y = of_batch(tokens * each, width)
+    y[0, 0] = 0x8000
+    scores = rng("scores", tokens).standard_normal((tokens, each)).astype(np.float32)
+    out = room(2 * tokens * width, 8, 0x5A)
+    there = room(y.nbytes, 8, 0)
+    there[:] = y.view(np.uint8).reshape(-1)
+    held.device.weighted(there.ctypes.data, scores.ctypes.data, tokens, each, out.ctypes.data, 0)
+    assert (guards(out) == 0x5A).all()
+    values = (y.astype(np.uint32) << 16).view(np.float32).reshape(tokens, each, width)
+    needed = np.zeros((tokens, width), np.float32)
+    for k in range(each):
+        needed = needed + scores[:, k, None] * values[:, k]
+    bits = needed.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    assert np.array_equal(out.view(np.uint16).reshape(tokens, width), rounded)
 
 
 def test_what_cannot_be_launched_is_refused() -> None:

@@ -13,7 +13,7 @@ from support.backends import MadeBackend, MadeKernel
 from support.window_products import H200, there
 
 from tpde.codec.windows import sections
-from tpde.cuda import window_products
+from tpde.cuda import compiling, window_experts
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import compile_ahead
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any, monkeypatch: py
         assert ended.wait(20)
         raise CompileError("another")
 
-    monkeypatch.setattr(window_products, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", Pool)
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     with pytest.raises(CompileError, match="the first"):
         there(sections(4096, 4096)).prepare()
@@ -92,6 +92,29 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
     assert {"rows", "lookup", "product", "group_product", "wide_product"} == {name for name, _ in found}
     matrix.prepare()
     assert {asked.get() for _ in range(asked.qsize())} <= found
+
+
+def test_kernels_of_experts_are_compiled_ahead(launch_on: Any) -> None:
+    """All that products of any number of rows take, whether warps are alone or not."""
+    asked: queue.Queue[tuple[str, str]] = queue.Queue()
+
+    def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
+        asked.put((name, repr(sorted(defines.items()))))
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    have = DeviceFacts("GPU", (9, 0), 132, H200)
+    for experts, rows, columns, products in ((128, 1536, 2048, 4), (8, 512, 14336, 1)):
+        launch_on(MadeBackend(kernel, have))
+        window_experts.compile_ahead(experts, rows, columns, 0)
+        found = {asked.get(timeout=20) for _ in range(1 + 2 + products)}
+        names = [name for name, _ in found]
+        assert sorted(names) == ["experts_product"] * products + ["experts_rows", "experts_sum", "plan"]
+        window = sections(rows, columns)
+        made = window_experts.DeviceExperts([(window, 128)] * experts, experts, False, 0)
+        made.prepare()
+        for count in range(1, window_experts.MOST_ROUTED + 1):
+            made._launch(count)
+        assert {asked.get() for _ in range(asked.qsize())} <= found
 
 
 def test_what_fails_ahead_is_told_later(launch_on: Any) -> None:

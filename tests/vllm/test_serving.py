@@ -141,6 +141,22 @@ def test_kernels_are_compiled_while_weights_are_read(models: Models, monkeypatch
     assert when_first_packed[0] == {(*it, 3) for it in shapes}
 
 
+def test_kernels_of_experts_are_compiled_while_weights_are_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from tpde.cuda import window_experts, window_products
+    from tpde.integrations.vllm import internals
+
+    begun: set[tuple[int, ...]] = set()
+    monkeypatch.setattr(window_products, "compile_ahead", lambda *shape: None)
+    monkeypatch.setattr(window_experts, "compile_ahead", lambda *shape: begun.add(shape))
+    monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    close(engine(models["experts"], **TPDE))
+    assert begun == {(8, 384, 128, 3), (8, 128, 192, 3)}
+
+
 def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run beside packed ones."""
     from tpde.integrations.vllm import linear_method, weights

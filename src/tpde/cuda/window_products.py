@@ -7,7 +7,6 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
+from tpde.cuda.compiling import Asked, begin, compile_all
 from tpde.cuda.product_ways import (
     KERNELS,
     PARTS,
@@ -33,8 +33,6 @@ from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
-_COMPILING = 4  # kernels at a time
-_ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
 _ARRANGERS, _BESIDE = 256, 8  # threads of a block of `arrange`, and blocks of a multiprocessor at most
 
 
@@ -261,8 +259,8 @@ def compile_ahead(rows: int, columns: int, device: int) -> None:
 @functools.cache
 def _begin(backend: Backend, rows: int, columns: int, device: int) -> None:
     """Once for a shape: of kernels that are refused, each layer of a model would try all again."""
-    _ahead.submit(window_encode.prepare, device)
-    _ahead.submit(_compile, backend, rows, columns, 0, device)
+    begin(window_encode.prepare, device)
+    begin(_compile, backend, rows, columns, 0, device)
 
 
 def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
@@ -277,21 +275,14 @@ def _decoding_defines(window: Window) -> dict[str, int]:
 
 @functools.cache
 def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int) -> None:
-    """Have all kernels for matrices of a shape, some compiled at a time: one takes 0.3 to 0.6 s."""
+    """Have all kernels for matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     most = most_rows_of(backend.facts(device), window)
     firsts = (_tuned(backend, window, count, device)[0] for count in range(1, most + 1))
     products = {it.label: it for it in firsts}.values()
-    asked = [(SOURCE, name, _decoding_defines(window), False) for name in _DECODING]
-    asked += [(it.source, it.name, it.defines, it.grouped) for it in products]
-    threads = ThreadPoolExecutor(_COMPILING)
-    try:
-        made = [threads.submit(backend.kernel, *it[:3], device, own=it[3]) for it in asked]
-        done = wait(made, return_when=FIRST_EXCEPTION).done
-    finally:
-        threads.shutdown(cancel_futures=True)
-    for it in done:
-        it.result()
+    asked = [Asked(SOURCE, name, _decoding_defines(window)) for name in _DECODING]
+    asked += [Asked(it.source, it.name, it.defines, it.grouped) for it in products]
+    compile_all(backend, asked, device)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS, DeviceExperts
+from tpde.cuda.window_experts import MOST_EACH, MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS, DeviceExperts
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 from tpde.weights.launch import on_device, stream_handle, upload
@@ -91,10 +91,11 @@ class Experts:
     def fits(self, tokens: int, routed: int) -> bool:
         """Whether products of so many tokens, for so many rows of y, are computed from windows.
 
-        An expert has as many rows as there are tokens, at most: so nobody asks the router.
+        How the router spreads them is not asked.
         """
-        few = 0 < tokens <= MOST_TOKENS and 0 < routed <= MOST_ROUTED and self._count <= MOST_EXPERTS
-        return few and self._there is not None
+        if self._there is None or self._count > MOST_EXPERTS:
+            return False
+        return 0 < tokens <= MOST_TOKENS and 0 < routed <= min(MOST_ROUTED, MOST_EACH * self._count)
 
     def product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
         """Rows of x, times the experts that they are for (docs/windows.md 9), on the current stream.
@@ -104,8 +105,8 @@ class Experts:
         x : torch.Tensor
             bf16, of two dimensions, as many columns as the experts take.
         ids : torch.Tensor
-            The expert of each row of the result, int64. The number after the last one stands for none, and
-            gives zeros.
+            The expert of each row of the result, integers. The number after the last one stands for
+            none, and gives zeros.
         per : int
             How many rows of the result follow each other that have the same row of x.
         bias : torch.Tensor, optional
@@ -135,12 +136,39 @@ class Experts:
             padded[:, : self.columns] = x.detach()
             x, at = padded, padded.data_ptr()
         out, ids = x.new_empty((ids.numel(), self.width)), ids.contiguous()
+        ids = ids if ids.dtype is torch.int32 else ids.long()
         bias = None if bias is None else bias.contiguous()
         added = 0 if bias is None else bias.data_ptr()
         to = out.data_ptr()
         with on_device(self.device):
             stream = stream_handle(self.device)
-            self._there.product(at, step, per, ids.data_ptr(), ids.numel(), to, added, stream)
+            wide, count = ids.dtype is torch.int64, ids.numel()
+            self._there.product(at, step, per, ids.data_ptr(), count, to, added, stream, wide=wide)
+        return out
+
+    def weighted(self, y: Tensor, scores: Tensor) -> Tensor:
+        """Each token's sum over what its experts gave, on the current stream.
+
+        Parameters
+        ----------
+        y : torch.Tensor
+            A result of `product`, in which a token's rows follow each other.
+        scores : torch.Tensor
+            What each of them counts, fp32, of shape `(tokens, rows of each)`.
+
+        Returns
+        -------
+        torch.Tensor
+            bf16, of shape `(tokens, width)`. Products and sums are rounded to fp32, row by row.
+        """
+        tokens, each = scores.shape
+        if self._there is None:
+            terms = y.view(tokens, each, -1).float() * scores.unsqueeze(-1)
+            return sum(terms.unbind(1), torch.zeros_like(terms[:, 0])).to(y.dtype)
+        out, scores = y.new_empty((tokens, self.width)), scores.contiguous()
+        with on_device(self.device):
+            stream, to = stream_handle(self.device), out.data_ptr()
+            self._there.weighted(y.data_ptr(), scores.data_ptr(), tokens, each, to, stream)
         return out
 
     def _on_host(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:

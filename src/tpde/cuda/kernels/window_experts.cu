@@ -1,14 +1,18 @@
 // window_experts.cu: weights of experts, each of which lies in the window layout (docs/windows.md): products with rows of x
-// that a router has sent to experts, and the weights plain.
+// that a router has sent to experts, what the router's weights make of these, and the weights plain.
 //
 // All matrices of a weight have one shape. An expert has one, or several below each other, as gate and up of a checkpoint.
 // A product's block makes the list of what there is to do itself, from the router's numbers: nobody waits for them.
 //
-// Macros: those of window.cuh, without ZERO. Of products: NB, 8 or 16, rows of x at a time; BLOCKS of a multiprocessor.
+// Macros: those of window.cuh, without ZERO. Of products, which are compiled without the others: NB, 8, 16 or 32, rows of x at
+// a time; WARPS of a block; BLOCKS of a multiprocessor; ALONE, whether a warp has all parts of a stripe's sums, or eight share
+// them.
 
 #include "window.cuh"
 
+#ifndef NB
 #define WARPS 8u  // of a block
+#endif
 
 // One matrix, as src/tpde/cuda/window_experts.py writes it.
 struct Held {
@@ -25,6 +29,8 @@ __device__ __forceinline__ Matrix matrix_of(const Held* held, u32 number, u32 ro
 }
 
 // ---- plain ----
+
+#ifndef NB
 
 // A chunk of an expert.
 struct Place { u32 expert, part, stripe, chunk; };
@@ -103,132 +109,256 @@ experts_rows(const Held* held, u32 parts, u32 rows, u32 columns, const u32* __re
   }
 }
 
+// ---- sums of rows ----
+
+#define SUM_THREADS 128u
+#define SUM_COLUMNS (4 * SUM_THREADS)  // of a block
+
+// Row i of `out` is the sum of `each` rows of y, from row i * `each` on, each times its number of `scores`: products and sums
+// are rounded to fp32, one after the other.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS)
+experts_sum(const u16* y, const float* scores, u32 each, u32 width, u16* __restrict__ out) {
+  const u32 across = (width + SUM_COLUMNS - 1) / SUM_COLUMNS, row = blockIdx.x / across;
+  const u32 column = blockIdx.x % across * SUM_COLUMNS + threadIdx.x * 4;
+  follow();  // y is the last kernel's
+  if (column >= width) return;
+  const u16* const from = y + (u64)row * each * width + column;
+  u16* const to = out + (u64)row * width + column;
+  const u32 some = min(width - column, 4u);
+  const bool whole = width % 4 == 0;
+  float sum[4] = {0, 0, 0, 0};
+#pragma unroll 4
+  for (u32 k = 0; k < each; k++) {
+    const float score = scores[(u64)row * each + k];
+    u16 v[4] = {0, 0, 0, 0};
+    if (whole) {
+      const uint2 both = *(const uint2*)(from + (u64)k * width);
+      v[0] = (u16)both.x, v[1] = (u16)(both.x >> 16), v[2] = (u16)both.y, v[3] = (u16)(both.y >> 16);
+    } else {
+      for (u32 j = 0; j < some; j++) v[j] = from[(u64)k * width + j];
+    }
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], __fmul_rn(score, __uint_as_float((u32)v[j] << 16)));
+  }
+  for (u32 j = 0; j < some; j++) to[j] = rounded(sum[j]);
+}
+
+#else
+
 // ---- products, 9 ----
 
-#ifdef NB
 #define TILES (NB / 8)  // of mma, beside each other
 
-// What a warp fetches next: a chunk of a stripe, for some rows of x.
-struct Visit { u32 item, group, chunk, rows, matrix, stripe; };
+#define STEP (ALONE ? WARPS : 1)
 
-// y = x W^T + bias, row by row: row i of y is of row i / `per` of x and of expert `ids[i]`. The number after the last stands
-// for none, and gives zeros. Rows of x lie at multiples of 16 bytes; so many words of each are read as a matrix has columns,
-// and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
+// A unit of an expert that is used, by its index among them, and how many a block has from there on; none if it is negative.
+struct Turn { int left; u32 index, unit; };
+
+// What a warp fetches next: a chunk of a stripe, for some rows of x.
+struct Visit { Turn at; u32 group, chunk; };
+
+// The lists of a product's blocks, which each makes for itself.
+struct Lists {
+  u32* found;   // how many experts are used
+  u32* ends;    // of each of these, where in `order` its rows end, and above 16 bits how many groups there are by then
+  u32* places;  // of each expert, how many rows it has, then where the next one goes; nobody's when all are in order
+  u16* used;    // which experts are used
+  u16* order;   // rows of y by experts
+};
+
+__device__ __forceinline__ u32 sum_to_lane(u32 value, u32 lane) {
+#pragma unroll
+  for (u32 far = 1; far < 32; far *= 2) {
+    const u32 other = __shfl_up_sync(ALL, value, far);
+    if (lane >= far) value += other;
+  }
+  return value;
+}
+
+// A number of rows, and above 16 bits, of groups of them that are multiplied at a time.
+__device__ __forceinline__ u32 with_groups(u32 rows) { return (rows + NB - 1) / NB << 16 | rows; }
+
+// Sort as many rows as a warp has lanes.
+__device__ __forceinline__ void sort_few(const Lists& l, u32 id, u32 experts, u32 lane) {
+  const u32 same = __match_any_sync(ALL, id), below = (1u << lane) - 1;
+  const bool routed = id < experts, first = routed && !(same & below);
+  const u32 firsts = __ballot_sync(ALL, first), size = first ? with_groups(__popc(same)) : 0, end = sum_to_lane(size, lane);
+  const u32 begin = __shfl_sync(ALL, end - size, __ffs(same) - 1);
+  if (routed) l.order[(begin & 0xFFFF) + __popc(same & below)] = (u16)lane;
+  if (first) {
+    const u32 index = __popc(firsts & below);
+    l.used[index] = (u16)id;
+    l.ends[index] = end;
+  }
+  if (lane == 0) *l.found = __popc(firsts);
+}
+
+// Counts become places.
+__device__ __forceinline__ void list_used(const Lists& l, u32 experts, u32 lane) {
+  u32 before = 0, number = 0;
+  for (u32 first = 0; first < experts; first += 32) {
+    const u32 e = first + lane, mine = e < experts ? l.places[e] : 0;
+    const u32 size = with_groups(mine), end = before + sum_to_lane(size, lane);
+    const u32 some = __ballot_sync(ALL, mine != 0);
+    if (mine) {
+      const u32 index = number + __popc(some & ((1u << lane) - 1));
+      l.used[index] = (u16)e;
+      l.ends[index] = end;
+      l.places[e] = (end - size) & 0xFFFF;
+    }
+    before = __shfl_sync(ALL, end, 31);
+    number += __popc(some);
+  }
+  if (lane == 0) *l.found = number;
+}
+
+// y = x W^T + bias, row by row: row i of y is of row i / `per` of x and of expert `ids[i]`, of 64 bits where they are WIDE.
+// The number after the last stands for none, and gives zeros. Rows of x are `x_stride` times 16 bytes apart; so many words of
+// each are read as a matrix has columns, and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const u16* x, u64 x_stride,
-                u32 per, const long long* ids, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
+experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const uint4* x, u32 x_stride,
+                u32 per, const void* ids, u32 wide, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
   DYNAMIC_SHARED;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = parts * rows;
-  const u32 chunks = (columns + 255) / 256, sums_of_row = min(chunks, PARTS), side = WARPS / sums_of_row;
-  const u32 part = warp % sums_of_row, slot = warp / sums_of_row;  // `side` stripes are beside each other
+  const u32 chunks = (columns + 255) / 256, sums_of_row = min(chunks, PARTS), side = ALONE ? 1 : WARPS / sums_of_row;
+  const u32 slot = ALONE ? 0 : warp / sums_of_row;  // `side` stripes are beside each other
+  const u32 part = ALONE ? 0 : warp % sums_of_row, last_part = ALONE ? sums_of_row : part + 1;
   const u32 readable = (columns + 7) / 8 * 8;
   u8 *const plane = shared + warp * (PLANE + CHUNK_BYTES), *const held_chunk = plane + PLANE;
-  float* const sums = (float*)(shared + WARPS * (PLANE + CHUNK_BYTES));  // [2][WARPS][TILES][16][8]
-  u32* const found = (u32*)(sums + 2 * WARPS * TILES * 128);             // how many experts are used
-  u32* const ends = found + 1;                                           // where in `order` each expert's rows end
-  u16* const used = (u16*)(ends + experts);                              // which are
-  u16* const order = used + experts;                                     // rows of y by experts
+  // [2][WARPS][TILES][16][8], or of warps that are alone, [WARPS][3][TILES][32][4].
+  float* const sums = (float*)(shared + WARPS * (PLANE + CHUNK_BYTES));
+  u32* const numbers = (u32*)(sums + (ALONE ? 3 : 2) * WARPS * TILES * 128);
+  u16* const short_numbers = (u16*)(numbers + 1 + experts);
+  const Lists l = {numbers, numbers + 1, (u32*)sums, short_numbers, short_numbers + experts};
   const uint2* const escapes = (const uint2*)plane + lane;
+  const auto id_of = [&](u32 i) -> u32 {
+    const u64 id = wide ? ((const u64*)ids)[i] : ((const u32*)ids)[i];
+    if (id > experts) trap();
+    return (u32)id;
+  };
   clear(plane, lane);
-  for (u32 e = threadIdx.x; e < experts; e += 32 * WARPS) ends[e] = 0;
+  for (u32 e = threadIdx.x; e < experts; e += 32 * WARPS) l.places[e] = 0;
   __syncthreads();
   follow();  // x and numbers are the last kernel's
-  for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
-    const u64 id = (u64)ids[i];
-    if (id > experts) trap();
-    if (id < experts) atomicAdd(ends + id, 1u);
-  }
-  __syncthreads();
-  if (warp == 0) {  // counts become places; blocks agree on the order of experts
-    u32 before = 0, number = 0;
-    for (u32 first = 0; first < experts; first += 32) {
-      const u32 e = first + lane, mine = e < experts ? ends[e] : 0;
-      u32 sum = mine;
-#pragma unroll
-      for (u32 far = 1; far < 32; far *= 2) {
-        const u32 other = __shfl_up_sync(ALL, sum, far);
-        if (lane >= far) sum += other;
-      }
-      const u32 some = __ballot_sync(ALL, mine != 0);
-      if (mine) used[number + __popc(some & ((1u << lane) - 1))] = (u16)e;
-      if (e < experts) ends[e] = before + sum - mine;
-      before += __shfl_sync(ALL, sum, 31);
-      number += __popc(some);
+  if (count <= 32) {
+    if (warp == 0) sort_few(l, lane < count ? id_of(lane) : experts, experts, lane);
+  } else {
+    for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
+      const u32 id = id_of(i);
+      if (id < experts) atomicAdd(l.places + id, 1u);
     }
-    if (lane == 0) *found = number;
+    __syncthreads();
+    if (warp == 0) list_used(l, experts, lane);  // blocks agree on the order of experts
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
+      const u32 id = id_of(i);
+      if (id < experts) l.order[atomicAdd(l.places + id, 1u)] = (u16)i;  // in any order: a row's sum has no other row
+    }
   }
   __syncthreads();
-  for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
-    const u64 id = (u64)ids[i];
-    if (id < experts) order[atomicAdd(ends + id, 1u)] = (u16)i;  // in any order: a row's sum has no other row
-  }
-  __syncthreads();
-  if (blockIdx.x == 0 && ends[experts - 1] < count)
+  const u32 found = *l.found;
+  if (blockIdx.x == 0 && (found ? l.ends[found - 1] & 0xFFFF : 0) < count)
     for (u32 i = 0; i < count; i++)
-      if ((u64)ids[i] >= experts)
+      if (id_of(i) == experts)
         for (u32 j = threadIdx.x; j < width; j += 32 * WARPS) y[(u64)i * width + j] = 0;
 
-  // An item is a slab of an expert that is used, `side` stripes of it: this block's are every gridDim.x'th.
-  const u32 stripes = (rows + 15) / 16, every = parts * stripes, slabs = (every + side - 1) / side;
-  const u32 items = *found * slabs;
-  const auto begin_of = [&](u32 expert) { return expert ? ends[expert - 1] : 0; };
+  // An item is a unit, `side` stripes of an expert. A block's items follow each other, so that it has the same rows of x for a
+  // while; blocks have as many, each counted as often as its expert has groups of rows.
+  const u32 stripes = (rows + 15) / 16, every = parts * stripes, units = (every + side - 1) / side;
+  const u64 all = (u64)(found ? l.ends[found - 1] >> 16 : 0) * units;
+  const auto before = [&](u32 index) { return index ? l.ends[index - 1] : 0; };
+  const auto stripe_of = [&](const Turn& p) { return p.unit * side + slot; };
+  const auto matrix_at = [&](const Turn& p) { return l.used[p.index] * parts + (parts > 1 ? stripe_of(p) / stripes : 0); };
+  const auto inside = [&](u32 stripe) { return parts > 1 ? stripe % stripes : stripe; };
+  const auto first_of = [&](u32 stripe) { return parts > 1 ? stripe / stripes * rows : 0; };  // row of its matrix
+  const auto bias_of = [&](const Turn& p) { return bias ? bias + (u64)l.used[p.index] * width : 0; };
+  const auto matrix = [&](u32 number) { return matrix_of(held, number, rows, columns); };
+  const auto to_next = [&](Turn& p) {
+    p.left -= STEP;
+    p.unit += STEP;
+    while (p.unit >= units) p.unit -= units, p.index++;
+  };
+  const auto turn_of = [&](u32 block) -> Turn {  // whose `left` is how many there are before
+    const u64 from = all * block / gridDim.x;
+    u32 index = 0;
+    for (u32 most = found; index < most;) {  // the first one that has not ended by then
+      const u32 middle = (index + most) / 2;
+      if ((u64)(l.ends[middle] >> 16) * units > from) most = middle;
+      else index = middle + 1;
+    }
+    u32 unit = 0;
+    if (index < found) {
+      const u32 sooner = before(index) >> 16, groups = (l.ends[index] >> 16) - sooner;
+      unit = ((u32)(from - (u64)sooner * units) + groups - 1) / groups;
+    }
+    return {(int)(index * units + unit), index, unit};
+  };
   // The first item from one on of which this warp has a stripe.
-  const auto enter = [&](u32 item) -> Visit {
-    while (slot < side && item < items && item % slabs * side + slot >= every) item += gridDim.x;
-    if (slot >= side || item >= items) return {items, 0, 0, 0, 0, 0};
-    const u32 expert = used[item / slabs], stripe = item % slabs * side + slot;
-    return {item, 0, part, ends[expert] - begin_of(expert), expert * parts + stripe / stripes, stripe % stripes};
+  const auto enter = [&](Turn p) -> Visit {
+    while (p.left > 0 && stripe_of(p) >= every) to_next(p);
+    if (slot >= side) p.left = 0;
+    return {p, 0, part};
   };
   const auto advance = [&](Visit& v) {
     v.chunk += PARTS;
     if (v.chunk < chunks) return;
+    v.chunk = v.chunk % PARTS + 1;
+    if (v.chunk < last_part) return;
     v.chunk = part;
-    v.group += NB;
-    if (v.group >= v.rows) v = enter(v.item + gridDim.x);
+    v.group++;
+    if (v.group < (l.ends[v.at.index] >> 16) - (before(v.at.index) >> 16)) return;
+    Turn p = v.at;
+    to_next(p);
+    v = enter(p);
   };
-  const auto range = [&](const Visit& v) { return range_of(matrix_of(held, v.matrix, rows, columns), v.stripe, v.chunk); };
-  Visit next = enter(blockIdx.x);
+  const auto range = [&](const Visit& v) { return range_of(matrix(matrix_at(v.at)), inside(stripe_of(v.at)), v.chunk); };
+  Turn here = turn_of(blockIdx.x);
+  const u32 skipped = ALONE ? warp : 0;
+  here.left = turn_of(blockIdx.x + 1).left - here.left - skipped;
+  here.unit += skipped;
+  while (here.unit >= units) here.unit -= units, here.index++;
+  Visit next = enter(here);
   Entries coming = {0, 0, 0, 0};
+  Records ahead = {0, 0};
   Range after = {0, 0};
-  if (next.item < items) {
-    const Matrix m = matrix_of(held, next.matrix, rows, columns);
-    coming = load_entries(m, range_of(m, next.stripe, next.chunk), lane);
-    fetch(held_chunk, m, next.stripe, next.chunk, lane);
+  const auto request = [&] {  // what `next` says, of whose entries the range is there
+    if (next.at.left <= 0) return;
+    const Matrix m = matrix(matrix_at(next.at));
+    const u32 stripe = inside(stripe_of(next.at));
+    coming = load_entries(m, after, lane);
+    ahead = records_of(m, stripe, lane);
+    fetch(held_chunk, m, stripe, next.chunk, lane);
     advance(next);
-    if (next.item < items) after = range(next);
-  }
+    if (next.at.left > 0) after = range(next);
+  };
+  if (next.at.left > 0) after = range(next);
+  request();
   u32 turn = 0;
-  for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-    const u32 expert = used[item / slabs], slab = item % slabs, own = slab * side + slot, end = ends[expert];
-    const bool works = slot < side && own < every;
-    for (u32 first = begin_of(expert); first < end; first += NB, turn ^= 1) {
-      const u32 n = min(end - first, (u32)NB);
+  for (; here.left > 0; to_next(here)) {
+    const u32 last = l.ends[here.index] & 0xFFFF;
+    for (u32 first = before(here.index) & 0xFFFF; first < last; first += NB, turn ^= 1) {
+      const u32 n = min(last - first, (u32)NB);
+      u32 at[TILES];  // where this lane's row begins in x, in units of 16 bytes
+#pragma unroll
+      for (u32 t = 0; t < TILES; t++) {
+        const u32 k = 8 * t + lane / 4;
+        at[t] = k < n ? l.order[first + k] / per * x_stride + lane % 4 : ALL;
+      }
       float sum[TILES][4];
-#pragma unroll
-      for (u32 t = 0; t < TILES; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0;
-      if (works) {
-        const Matrix m = matrix_of(held, expert * parts + own / stripes, rows, columns);
-        const Rows r = rows_of(records_of(m, own % stripes, lane), m.zero);
-        const u16* xs[TILES];
-#pragma unroll
-        for (u32 t = 0; t < TILES; t++) {
-          const u32 k = 8 * t + lane / 4;
-          xs[t] = k < n ? x + order[first + k] / per * x_stride + lane % 4 * 8 : 0;
-        }
 #pragma unroll 1
-        for (u32 chunk = part; chunk < chunks; chunk += PARTS) {
+      for (u32 p = part; p < (ALONE ? PARTS : last_part); p++) {
+#pragma unroll
+        for (u32 t = 0; t < TILES; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0;
+#pragma unroll 1
+        for (u32 chunk = p; slot < side && stripe_of(here) < every && chunk < chunks; chunk += PARTS) {
+          const Matrix m = matrix(matrix_at(here));
           const Entries e = coming;
+          const Rows r = rows_of(ahead, m.zero);
           Chunk c;
           wait_for_fetched();
           take(c, held_chunk, pairs_of(m, chunk), lane);
           scatter(e, plane, m, lane);
-          if (next.item < items) {
-            const Matrix o = matrix_of(held, next.matrix, rows, columns);
-            coming = load_entries(o, after, lane);
-            fetch(held_chunk, o, next.stripe, next.chunk, lane);
-            advance(next);
-            if (next.item < items) after = range(next);
-          }
+          request();
           const u32 tiles = 2 * pairs_of(m, chunk);
 #pragma unroll
           for (u32 j = 0; j < 8; j++) {
@@ -239,14 +369,37 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
 #pragma unroll
             for (u32 t = 0; t < TILES; t++) {
               uint4 v = make_uint4(0, 0, 0, 0);
-              if (xs[t] && (!TAIL || column + lane % 4 * 8 < readable)) v = *(const uint4*)(xs[t] + column);
+              if (at[t] != ALL && (!TAIL || column + lane % 4 * 8 < readable)) v = x[at[t] + column / 8];
               mma(sum[t], w[0], w[4], w[1], w[5], v.x, v.y);
               mma(sum[t], w[2], w[6], w[3], w[7], v.z, v.w);
             }
           }
           wipe(e, plane, m, lane);
         }
+#if ALONE
+        // As `pairwise` adds: a sum waits for the one that it is added to.
+#pragma unroll
+        for (u32 t = 0; t < TILES; t++) {
+          float4* const waiting = (float4*)sums + (warp * 3 * TILES + t) * 32 + lane;
+          float4 s = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+          u32 level = 0;
+          for (; p >> level & 1; level++) s = plus(waiting[level * TILES * 32], s);
+          if (p < PARTS - 1) {
+            waiting[level * TILES * 32] = s;
+          } else {
+            const u32 own = stripe_of(here), row = inside(own) * 16 + lane / 4, number = first_of(own) + row;
+            const u16* const added = bias_of(here);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+              const u32 k = 8 * t + lane % 4 * 2 + i % 2, below = i / 2 * 8;
+              if (k < n && row + below < rows)
+                y[(u64)l.order[first + k] * width + number + below] = ended((&s.x)[i], added, number + below);
+            }
+          }
+        }
+#endif
       }
+#if !ALONE
       float* const mine = sums + (turn * WARPS + warp) * TILES * 128;
       const u32 g = lane / 4, q = lane % 4 * 2;
 #pragma unroll
@@ -256,15 +409,16 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
       }
       __syncthreads();
       for (u32 i = threadIdx.x; i < side * 16 * n; i += 32 * WARPS) {
-        const u32 row = i % 16, beside = i / 16 % side, k = i / 16 / side, stripe = slab * side + beside;
-        const u32 inside = stripe % stripes * 16 + row, number = stripe / stripes * rows + inside;
-        if (stripe >= every || inside >= rows) continue;
+        const u32 row = i % 16, beside = i / 16 % side, k = i / 16 / side, stripe = here.unit * side + beside;
+        const u32 in_matrix = inside(stripe) * 16 + row, number = first_of(stripe) + in_matrix;
+        if (stripe >= every || in_matrix >= rows) continue;
         const float* const p = sums + (turn * WARPS + beside * sums_of_row) * TILES * 128 + k / 8 * 128 + row * 8 + k % 8;
         float v[PARTS];
 #pragma unroll
         for (u32 j = 0; j < PARTS; j++) v[j] = j < sums_of_row ? p[j * TILES * 128] : 0;
-        y[(u64)order[first + k] * width + number] = ended(pairwise(v), bias ? bias + (u64)expert * width : 0, number);
+        y[(u64)l.order[first + k] * width + number] = ended(pairwise(v), bias_of(here), number);
       }
+#endif
     }
   }
 }

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from tpde.cuda import window_products
+from tpde.cuda import window_experts, window_products
 from tpde.integrations.transformers.internals import tied_weights
 from tpde.loading.checkpoint_files import GROUP_BYTES, Checkpoint, Stored, in_groups
 from tpde.loading.runs import Run
@@ -102,9 +102,9 @@ def open_some_fused(
     for device, names in there.items():
         if device.type == "cuda":
             _reserve(sum(runs[name].nbytes for name in names), device)
-            for rows, columns in {runs[name].shape for name in names if len(runs[name].shape) == 2}:
-                number = torch.cuda.current_device() if device.index is None else device.index
-                window_products.compile_ahead(rows, columns, number)
+            number = torch.cuda.current_device() if device.index is None else device.index
+            for shape, exchanged in {(runs[name].shape, _is_turned(model, name)) for name in names}:
+                _compile_ahead(shape, exchanged, number)
         alone = [name for name in names if len(runs[name].parts) == 1]
         turned = {runs[name].parts[0].name for name in alone if _is_turned(model, name)}
         groups = in_groups((runs[name].parts[0] for name in alone), lambda part: part.nbytes)
@@ -117,6 +117,16 @@ def open_some_fused(
         parts |= {name: runs[name].opened(sources) for name in names}
     _settle(model, parts)
     return parts | checkpoint.open({name: run for name, run in runs.items() if name not in fused}, where)
+
+
+def _compile_ahead(shape: Sequence[int], turned: bool, device: int) -> None:
+    """Compile kernels for a matrix, or for experts, while weights are read."""
+    if len(shape) == 2:
+        rows, columns = shape
+        window_products.compile_ahead(rows, columns, device)
+    elif len(shape) == 3:
+        experts, rows, columns = shape
+        window_experts.compile_ahead(experts, *((columns, rows) if turned else (rows, columns)), device)
 
 
 def _is_turned(model: nn.Module, name: str) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from tpde.cuda import window_experts
 from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.expert_stacks import ExpertStack, Room
 from tpde.integrations.vllm.internals import FusedMoEMethodBase, apply_moe_activation
@@ -65,7 +66,17 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
+        self._compile_ahead(layer)
         internals.initialize_online_processing(layer)
+
+    def _compile_ahead(self, layer: Any) -> None:
+        """Compile kernels for a layer's weights while weights are read."""
+        device = internals.load_device()
+        for weight in (layer.get_parameter(name) for name in NAMES):
+            fused = self._report.kernels == "fused" and weight.dtype is torch.bfloat16
+            if fused and weight.dim() == 3 and device.type == "cuda":
+                experts, rows, columns = weight.shape
+                window_experts.compile_ahead(experts, rows, columns, device.index)
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """As for plain weights."""
@@ -161,9 +172,8 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         What else there is to a layer, vLLM does with the result: scaling, shared experts, sums over ranks.
         """
         first, second = self._experts()
-        (tokens, each), ids = topk_ids.shape, topk_ids.reshape(-1).long()
-        y = first.product(x, ids, each, None)
+        ids = topk_ids.reshape(-1)
+        y = first.product(x, ids, topk_ids.shape[1], None)
         gated = y.new_empty((len(y), second.columns))
         apply_moe_activation(layer.activation, gated, y)
-        y = second.product(gated, ids, 1, None).view(tokens, each, -1)
-        return (y * topk_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return second.weighted(second.product(gated, ids, 1, None), topk_weights.float())

@@ -62,6 +62,14 @@ MUTANTS = (
         "nn/test_expert_products.py",
     ),
     mutant(
+        "experts-of-any-number-of-rows",
+        "weights/expert_products.py",
+        "min(MOST_ROUTED, MOST_EACH * self._count)",
+        "MOST_ROUTED",
+        "few experts are decoded again and again for their many rows",
+        "nn/test_expert_products.py",
+    ),
+    mutant(
         "experts-take-x-as-it-lies",
         "weights/expert_products.py",
         "step % _X_WORDS or at % X_AT or",
