@@ -198,7 +198,8 @@ def test_experts_compile_with_hardly_a_spill(columns: int, arch: str) -> None:
     rows_of_most = set()
     for how in window_experts.expert_products(columns, 96, 128, window_experts.MOST_ROUTED, have):
         log = NVRTC.cubin(window_experts.SOURCE, how.defines, arch)[1]
-        assert_no_spills(log, 16)  # registers that change once a stripe
+        # Of 128 registers, some of those that change once a stripe are spilled; of 255, two.
+        assert_no_spills(log, 8 if how.alone else 48)
         assert registers(log) * 32 * how.warps * how.blocks <= 65536
         rows_of_most.add(how.rows)
     assert rows_of_most == ({8} if arch in LEAST_ARCHITECTURES else {8, 16, 32})

@@ -31,7 +31,6 @@ MOST_TOKENS, MOST_EACH = 512, 32  # and rows of y for each expert there is, on a
 MOST_ROUTED = 4096  # rows of y in one launch: what shared memory has room for
 _SUM_THREADS, _SUM_COLUMNS = 128, 512  # of a block of `experts_sum`
 _HELD_WORDS = 8  # of 64 bits, of a matrix in the table
-_MOST_X = (1 << 32) * X_AT  # bytes of x: kernels count 16 of them as one
 _MOST_CHUNKS = 1 << 31  # that a launch counts
 
 
@@ -64,9 +63,9 @@ class ExpertProduct(NamedTuple):
 
 # Rows of x, whether a warp is alone, warps, and blocks of a multiprocessor at most: as many as there are
 # registers for. On an H100, us for both products of 128 experts of 768 x 2048 words, of which each token has
-# eight, by warps that are alone with 8, 16 and 32 rows, and by eight together with 8: one token 30.5 and, the
-# last, 32.2, 32 tokens 283, 302, -, 305, 64 tokens 329, 344, 410, 357, 128 tokens 453, 390, 450, 423, 256
-# tokens 742, 580, 516, 702.
+# eight, by warps that are alone with 8, 16 and 32 rows, and by eight together with 8: one token 31.3, 33.6, -
+# and 33.0, 8 tokens 141, 154, -, 140, 32 tokens 274, 296, -, 290, 64 tokens 325, 341, 410, 345, 128 tokens
+# 453, 390, 450, 423, 256 tokens 742, 580, 516, 702.
 _WAYS = ((8, True, 12, 1), (16, True, 8, 1), (32, True, 8, 1), (8, False, 8, 2))
 _FEW_ROWS = {8: 6, 16: 12}  # of y for each expert, at most, with which so many rows of x are taken
 # Stripes for each multiprocessor, from which on warps are alone: with fewer, too many wait for the last one.
@@ -254,8 +253,6 @@ class DeviceExperts:
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
-        if count * x_stride * 2 >= _MOST_X:
-            raise ValueError(f"x of {count} rows, {x_stride} words apart: less than {_MOST_X} bytes can be")
         if not 1 <= count <= MOST_ROUTED:
             raise ValueError(f"{count} rows of y, 1 to {MOST_ROUTED} are taken at a time")
         self._launch(count)(
@@ -265,7 +262,7 @@ class DeviceExperts:
             np.uint32(self.parts),
             *self._shape,
             np.uint64(x),
-            np.uint32(x_stride * 2 // X_AT),
+            np.uint64(x_stride),
             np.uint32(per),
             np.uint64(ids),
             np.uint32(wide),

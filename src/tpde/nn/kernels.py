@@ -58,7 +58,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     an H100 that is 1.53 times as fast as multiplying with plain weights with one row, 1.43 times with 16, 1.2
     with 64. Every weight is exact. Sums are in fp32, in an order that depends on the number of columns alone:
     a row's result has the same bits in every such batch, but not those of the plain model. Longer inputs and
-    gradients take decoded weights. So it is with experts, of up to 64 tokens.
+    gradients take decoded weights. So it is with experts, of up to 512 tokens, or 32 rows an expert.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ class Routed(NamedTuple):
 def routed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed | None:
     """A call of an experts module, if it is computed from windows.
 
-    That is one of up to 64 tokens in bf16 on a GPU, of which no gradient is asked for.
+    That is one of up to 512 tokens in bf16 on a GPU, of which no gradient is asked for; see `Experts.fits`.
     """
     slots = module.tpde_slots
     up, down = (slots.get(name) for name in projections(module))

@@ -213,10 +213,10 @@ __device__ __forceinline__ void list_used(const Lists& l, u32 experts, u32 lane)
 }
 
 // y = x W^T + bias, row by row: row i of y is of row i / `per` of x and of expert `ids[i]`, of 64 bits where they are WIDE.
-// The number after the last stands for none, and gives zeros. Rows of x are `x_stride` times 16 bytes apart; so many words of
-// each are read as a matrix has columns, and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
+// The number after the last stands for none, and gives zeros. Rows of x lie at multiples of 16 bytes; so many words of each
+// are read as a matrix has columns, and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const uint4* x, u32 x_stride,
+experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const u16* x, u64 x_stride,
                 u32 per, const void* ids, u32 wide, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
   DYNAMIC_SHARED;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = parts * rows;
@@ -338,11 +338,11 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
     const u32 last = l.ends[here.index] & 0xFFFF;
     for (u32 first = before(here.index) & 0xFFFF; first < last; first += NB, turn ^= 1) {
       const u32 n = min(last - first, (u32)NB);
-      u32 at[TILES];  // where this lane's row begins in x, in units of 16 bytes
+      const u16* xs[TILES];
 #pragma unroll
       for (u32 t = 0; t < TILES; t++) {
         const u32 k = 8 * t + lane / 4;
-        at[t] = k < n ? l.order[first + k] / per * x_stride + lane % 4 : ALL;
+        xs[t] = k < n ? x + l.order[first + k] / per * x_stride + lane % 4 * 8 : 0;
       }
       float sum[TILES][4];
 #pragma unroll 1
@@ -369,7 +369,7 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
 #pragma unroll
             for (u32 t = 0; t < TILES; t++) {
               uint4 v = make_uint4(0, 0, 0, 0);
-              if (at[t] != ALL && (!TAIL || column + lane % 4 * 8 < readable)) v = x[at[t] + column / 8];
+              if (xs[t] && (!TAIL || column + lane % 4 * 8 < readable)) v = *(const uint4*)(xs[t] + column);
               mma(sum[t], w[0], w[4], w[1], w[5], v.x, v.y);
               mma(sum[t], w[2], w[6], w[3], w[7], v.z, v.w);
             }
