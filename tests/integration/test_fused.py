@@ -235,3 +235,15 @@ def test_adapters_beside_experts(tmp_path: Path) -> None:
             step.zero_grad()
             losses.append(loss.detach())
     assert_same_bits(losses[:2], losses[2:])
+
+
+def test_kernels_of_experts_are_compiled_for_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts that are multiplied from the left, rows are columns."""
+    from tpde.integrations.transformers import fused
+
+    begun: list[tuple[int, ...]] = []
+    for module in (fused.window_products, fused.window_experts):
+        monkeypatch.setattr(module, "compile_ahead", lambda *shape: begun.append(shape))
+    for shape, turned in (((64, 128), False), ((8, 64, 128), False), ((8, 64, 128), True), ((64,), False)):
+        fused._compile_ahead(shape, turned, 3)
+    assert begun == [(64, 128, 3), (8, 64, 128, 3), (8, 128, 64, 3)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.emulated import windows_on_cpu  # noqa: F401
+from support.backends import MadeBackend, MadeKernel
+from support.emulated import CPU, windows_on_cpu  # noqa: F401
 from support.experts import WAYS, as_on_gpu, experts_of, fused_model, ids, layers, moe, packed, plain_model  # noqa: F401
 from support.models import assert_same_bits, torch
 
+from tpde.codec.windows import sections
 from tpde.cuda import window_experts
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import PackedTensor, set_kernels
@@ -122,6 +124,20 @@ def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     assert not experts.fits(1, 1)
 
 
+def test_more_experts_than_products_take_are_decoded(launch_on: Any) -> None:
+    """Nothing else is compiled for them, whatever room a block has."""
+    asked: list[str] = []
+
+    def kernel(source: str, name: str, *_: Any, **__: Any) -> MadeKernel:
+        asked.append(name)
+        return MadeKernel(lambda *_, **__: None, 15)
+
+    launch_on(MadeBackend(kernel, CPU._replace(shared_bytes=99 << 10)))
+    count = window_experts.MOST_EXPERTS + 500
+    window_experts.DeviceExperts([(sections(16, 64), 128)] * count, count, False, 0).prepare()
+    assert sorted(asked) == ["experts_rows", "experts_sum"]
+
+
 @pytest.mark.parametrize("each", [1, 8])
 def test_sums_of_a_token(each: int, fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     """The kernel's bits are those of PyTorch, one row after the other."""
@@ -130,7 +146,15 @@ def test_sums_of_a_token(each: int, fused: Any, as_on_gpu: Any) -> None:  # noqa
     scores = torch.rand(5, each + 1)[:, 1:]
     alone = experts.weighted(y, scores)
     assert alone.shape == (5, experts.width)
-    assert_same_bits(experts_of(as_on_gpu(fused))[1].experts.weighted(y, scores), alone)
+    there = experts_of(as_on_gpu(fused))[1].experts
+    assert_same_bits(there.weighted(y, scores), alone)
+    apart = torch.stack([y, y], 2)[:, :, 1]
+    assert_same_bits(there.weighted(apart, scores), alone)
+    for it in (experts, there):
+        assert it.weighted(y[:0], scores[:0]).shape == (0, experts.width)
+        for given in ((y, scores.bfloat16()), (y[1:], scores), (y[:, 1:], scores), (y, scores[0])):
+            with pytest.raises(InvalidInput, match="scores in fp32"):
+                it.weighted(*given)
 
 
 @pytest.mark.parametrize("how", WAYS)

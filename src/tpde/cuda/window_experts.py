@@ -321,12 +321,13 @@ def _begin(backend: Backend, columns: int, stripes: int, experts: int, device: i
 
 @functools.cache
 def _compile(backend: Backend, columns: int, stripes: int, experts: int, device: int) -> None:
-    """Have all kernels for experts of a shape."""
+    """Have all kernels for experts of a shape; of more than `MOST_EXPERTS`, those that decode."""
     have, tail = backend.facts(device), {"TAIL": int(columns % 256 != 0)}
     asked = [Asked(SOURCE, name, tail) for name in ("experts_rows", "experts_sum")]
     # With one row fewest stripes are used; then with so many rows and more another way is taken.
-    counts = 1, *(most * experts for most in _FEW_ROWS.values()), MOST_ROUTED
-    ways = [expert_products(columns, stripes, experts, min(it, MOST_ROUTED), have)[0] for it in counts]
+    counts = [1, *(most * experts for most in _FEW_ROWS.values()), MOST_ROUTED]
+    counts = [min(it, MOST_ROUTED) for it in counts] if experts <= MOST_EXPERTS else []
+    ways = [expert_products(columns, stripes, experts, it, have)[0] for it in counts]
     products = {tuple(it.defines.items()): it.defines for it in ways}.values()
     compile_all(backend, [*asked, *(Asked(SOURCE, "experts_product", it) for it in products)], device)
 

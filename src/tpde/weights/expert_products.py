@@ -161,11 +161,18 @@ class Experts:
         torch.Tensor
             bf16, of shape `(tokens, width)`. Products and sums are rounded to fp32, row by row.
         """
+        if scores.dim() != 2 or y.shape != (scores.numel(), self.width) or scores.dtype is not torch.float32:
+            raise InvalidInput(
+                f"`{self._name}`: rows of {list(y.shape)} where scores in fp32 are {list(scores.shape)}, of "
+                f"{scores.dtype}; each takes a row of {self.width} columns"
+            )
         tokens, each = scores.shape
         if self._there is None:
-            terms = y.view(tokens, each, -1).float() * scores.unsqueeze(-1)
-            return sum(terms.unbind(1), torch.zeros_like(terms[:, 0])).to(y.dtype)
-        out, scores = y.new_empty((tokens, self.width)), scores.contiguous()
+            terms = y.view(tokens, each, self.width).float() * scores.unsqueeze(-1)
+            return sum(terms.unbind(1), terms.new_zeros((tokens, self.width))).to(y.dtype)
+        out, y, scores = y.new_empty((tokens, self.width)), y.contiguous(), scores.contiguous()
+        if not out.numel():
+            return out
         with on_device(self.device):
             stream, to = stream_handle(self.device), out.data_ptr()
             self._there.weighted(y.data_ptr(), scores.data_ptr(), tokens, each, to, stream)
