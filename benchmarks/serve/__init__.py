@@ -13,7 +13,8 @@ weights, and nothing else: PyTorch's compiler then chooses kernels without timin
 processes choose otherwise, and requests wait for each other, so that batches are the same in all ways. With
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
-takes 64 rows a step, so that fused kernels multiply them.
+takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-128 tpde` also shows what plain
+weights' differs by where steps have 128.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="layers of the shape, instead of its own number")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[it for it in WAYS if it != "tpde-2"])
+    usual = [it for it in WAYS if it not in ("tpde-2", "bf16-128")]
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=usual)
     parser.add_argument("--concurrent", nargs="+", type=int, help="requests at a time: 1 8 32 128")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each")
@@ -189,6 +191,8 @@ def check(options: argparse.Namespace) -> None:
     alone = [name for name in ("compare", "perplexity", "concurrent") if getattr(options, name)]
     if len(alone) > 1:
         raise SystemExit(f"`--{alone[0]}` needs a run of its own, without `--{alone[1]}`")
+    if "bf16-128" in options.ways and not options.perplexity:
+        raise SystemExit("`bf16-128` is for `--perplexity`, to show what plain weights differ by")
     if options.perplexity and not options.perplexity.is_file():
         raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
     if options.compare and "--compilation-config" in options.serve:

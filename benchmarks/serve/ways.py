@@ -17,6 +17,10 @@ class Way(NamedTuple):
 EXACT = json.dumps({"quantization_config": {"quant_method": "tpde", "kernels": "exact"}})
 WAYS = {
     "bf16": Way("vLLM, bf16", []),
+    # What plain weights themselves differ by, where as many rows again are multiplied at a time.
+    "bf16-128": Way(
+        "vLLM, bf16, 128 rows at a time", ["--max-num-batched-tokens", "128", "--max-num-seqs", "128"]
+    ),
     "fp8": Way("vLLM, FP8 (other weights)", ["--quantization", "fp8_per_tensor"]),
     "tpde": Way("tpde", ["--quantization", "tpde"]),
     "tpde-packed": Way("tpde, packed files", [], of_packed=True),
