@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness.gpu import graph_of
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
-from tpde.cuda.window_experts import MOST_TOKENS
+from tpde.cuda.expert_ways import MOST_TOKENS
 
 TITLE, NEEDS_GPU = "Experts from the window layout", True
 MOST_ERROR = 1.01  # of PyTorch's

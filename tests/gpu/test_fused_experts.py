@@ -11,7 +11,7 @@ from support.gpu import needs_cuda, torch
 from support.models import VOCAB
 
 from tpde.cuda.backend import current
-from tpde.cuda.window_experts import MOST_TOKENS, expert_products
+from tpde.cuda.expert_ways import MOST_TOKENS, expert_products
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels
 from tpde.weights import windowing
 from tpde.weights.experts_in_windows import parts_in_windows

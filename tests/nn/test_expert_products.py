@@ -11,7 +11,7 @@ from support.experts import WAYS, as_on_gpu, experts_of, fused_model, ids, layer
 from support.models import assert_same_bits, torch
 
 from tpde.codec.windows import sections
-from tpde.cuda import window_experts
+from tpde.cuda import expert_ways, window_experts
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import PackedTensor, set_kernels
 from tpde.nn import routed as routed_module
@@ -112,14 +112,14 @@ def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     experts = experts_of(fused)[0].experts
     assert not experts.fits(1, 1)  # there is no GPU
     experts = experts_of(as_on_gpu(fused))[0].experts
-    most = window_experts.MOST_EACH * experts._count
-    assert experts.fits(window_experts.MOST_TOKENS, most)
-    assert not experts.fits(window_experts.MOST_TOKENS + 1, most)
+    most = expert_ways.MOST_EACH * experts._count
+    assert experts.fits(expert_ways.MOST_TOKENS, most)
+    assert not experts.fits(expert_ways.MOST_TOKENS + 1, most)
     assert not experts.fits(1, most + 1)
     assert not experts.fits(0, 0)
-    experts._count = window_experts.MOST_EXPERTS
-    assert experts.fits(1, window_experts.MOST_ROUTED)
-    assert not experts.fits(1, window_experts.MOST_ROUTED + 1)
+    experts._count = expert_ways.MOST_EXPERTS
+    assert experts.fits(1, expert_ways.MOST_ROUTED)
+    assert not experts.fits(1, expert_ways.MOST_ROUTED + 1)
     experts._count += 1
     assert not experts.fits(1, 1)
 
@@ -133,7 +133,7 @@ def test_more_experts_than_products_take_are_decoded(launch_on: Any) -> None:
         return MadeKernel(lambda *_, **__: None, 15)
 
     launch_on(MadeBackend(kernel, CPU._replace(shared_bytes=99 << 10)))
-    count = window_experts.MOST_EXPERTS + 500
+    count = expert_ways.MOST_EXPERTS + 500
     window_experts.DeviceExperts([(sections(16, 64), 128)] * count, count, False, 0).prepare()
     assert sorted(asked) == ["experts_rows", "experts_sum"]
 
@@ -153,7 +153,7 @@ def test_sums_of_a_token(each: int, fused: Any, as_on_gpu: Any) -> None:  # noqa
     for it in (experts, there):
         assert it.weighted(y[:0], scores[:0]).shape == (0, experts.width)
         for given in ((y, scores.bfloat16()), (y[1:], scores), (y[:, 1:], scores), (y, scores[0])):
-            with pytest.raises(InvalidInput, match="scores in fp32"):
+            with pytest.raises(InvalidInput, match="and scores of"):
                 it.weighted(*given)
 
 

@@ -12,8 +12,9 @@ from support.window_encoding import guards, room
 from support.windows import MATRICES
 
 from tpde.codec import window_plan, windows, windows_reference
-from tpde.cuda import window_experts
-from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts, expert_products
+from tpde.cuda import expert_ways, window_experts
+from tpde.cuda.expert_ways import MOST_EXPERTS, MOST_ROUTED, expert_products
+from tpde.cuda.window_experts import DeviceExperts
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import InvalidInput
 
@@ -125,12 +126,12 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int, int]) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", window_experts._WAYS, ids=str)
+@pytest.mark.parametrize("way", expert_ways._WAYS, ids=str)
 def test_ways_change_nothing(
     way: tuple[int, bool, int, int], shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(*shape, CONTENTS)
-    monkeypatch.setattr(window_experts, "_WAYS", (way,))
+    monkeypatch.setattr(expert_ways, "_WAYS", (way,))
     for count, kind in ((5, np.int64), (32, np.int32), (33, np.int32), (90, np.int64)):
         ids = rng("ids", way[0], count).integers(0, shape[0] + 1, count).astype(kind)
         x = of_batch(count, shape[3])

@@ -23,11 +23,11 @@ from tpde.cuda import (
     delta_kernels,
     digest,
     encode,
+    expert_ways,
     geometry,
     items,
     product_ways,
     window_encode,
-    window_experts,
     zstd_blob,
 )
 from tpde.cuda.capability import DeviceFacts
@@ -196,14 +196,14 @@ def test_experts_compile_with_hardly_a_spill(columns: int, arch: str) -> None:
     shared = LEAST_SHARED if arch in LEAST_ARCHITECTURES else (163 if arch == "sm_80" else 227) << 10
     have = DeviceFacts("any", (8, 0), 100, shared)
     rows_of_most = set()
-    for how in window_experts.expert_products(columns, 96, 128, window_experts.MOST_ROUTED, have):
-        log = NVRTC.cubin(window_experts.SOURCE, how.defines, arch)[1]
+    for how in expert_ways.expert_products(columns, 96, 128, expert_ways.MOST_ROUTED, have):
+        log = NVRTC.cubin(expert_ways.SOURCE, how.defines, arch)[1]
         # Of 128 registers, some of those that change once a stripe are spilled; of 255, two.
         assert_no_spills(log, 8 if how.alone else 48)
         assert registers(log) * 32 * how.warps * how.blocks <= 65536
         rows_of_most.add(how.rows)
     assert rows_of_most == ({8} if arch in LEAST_ARCHITECTURES else {8, 16, 32})
-    log = NVRTC.cubin(window_experts.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1]
+    log = NVRTC.cubin(expert_ways.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1]
     assert_no_spills(log)
     taken = dict(
         zip(re.findall(r"function '(\w+)'", log), re.findall(r"Used (\d+) registers", log), strict=True)

@@ -13,7 +13,7 @@ from support.backends import MadeBackend, MadeKernel
 from support.window_products import H200, there
 
 from tpde.codec.windows import sections
-from tpde.cuda import compiling, window_experts
+from tpde.cuda import compiling, expert_ways, window_experts
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import compile_ahead
@@ -112,7 +112,7 @@ def test_kernels_of_experts_are_compiled_ahead(launch_on: Any) -> None:
         window = sections(rows, columns)
         made = window_experts.DeviceExperts([(window, 128)] * experts, experts, False, 0)
         made.prepare()
-        for count in range(1, window_experts.MOST_ROUTED + 1):
+        for count in range(1, expert_ways.MOST_ROUTED + 1):
             made._launch(count)
         assert {asked.get() for _ in range(asked.qsize())} <= found
 

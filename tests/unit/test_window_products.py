@@ -48,7 +48,7 @@ def test_blocks_of_a_multiprocessor(launch_on: Any, shared: int, blocks: int) ->
 @pytest.mark.parametrize(("shared", "blocks"), [(H200, 2), (AMPERE, 2), (ADA, 1)])
 def test_experts_are_decoded_by_as_many_blocks_as_have_room(launch_on: Any, shared: int, blocks: int) -> None:
     found, matrix = Launches(launch_on, (8, 0), shared=shared), sections(48, 512)
-    DeviceExperts([(matrix, 1 << 20), (matrix, 1 << 21)], 2, False, 0).prepare()
+    DeviceExperts([(matrix, 1 << 20), (matrix, 1 << 21)], 2, False, 0).decode(128, 5)
     ((_, grid, *_),) = (it for it in found.made if it[0] == "experts_rows")
     assert grid == blocks * 132
 

@@ -14,7 +14,7 @@ from support.emulated import windows_on_cpu  # noqa: F401
 from support.experts import experts_on_gpu  # noqa: F401
 from support.models import assert_same_bits, torch
 
-from tpde.cuda import window_experts
+from tpde.cuda import expert_ways
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 pytestmark = pytest.mark.quick
@@ -111,7 +111,7 @@ def test_few_rows_are_multiplied_from_windows(experts_on_gpu: Any) -> None:  # n
 @pytest.mark.parametrize("kernels", ["fused", "exact"])
 def test_more_rows_are_decoded(experts_on_gpu: Any, kernels: str) -> None:  # noqa: F811
     it = load(made(kernels=kernels), experts_on_gpu if kernels == "fused" else None)
-    x, scores, ids = batch(window_experts.MOST_EACH * EXPERTS // EACH + 1)
+    x, scores, ids = batch(expert_ways.MOST_EACH * EXPERTS // EACH + 1)
     found = it.method.apply(it.layer, x, scores, ids)
     assert_same_bits(found, computed(*it.weights, x, scores, ids))
     for decoded, plain in zip(it.plain.seen[0], it.weights, strict=True):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpde.cuda.window_experts import MOST_EACH, MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS, DeviceExperts
+from tpde.cuda.expert_ways import MOST_EACH, MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS
+from tpde.cuda.window_experts import DeviceExperts
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 from tpde.weights.launch import on_device, stream_handle, upload
@@ -163,8 +164,8 @@ class Experts:
         """
         if scores.dim() != 2 or y.shape != (scores.numel(), self.width) or scores.dtype is not torch.float32:
             raise InvalidInput(
-                f"`{self._name}`: rows of {list(y.shape)} where scores in fp32 are {list(scores.shape)}, of "
-                f"{scores.dtype}; each takes a row of {self.width} columns"
+                f"`{self._name}`: rows of {list(y.shape)} and scores of {list(scores.shape)}, {scores.dtype}",
+                hint=f"give fp32 scores of two dimensions, and a row of {self.width} columns for each",
             )
         tokens, each = scores.shape
         if self._there is None:

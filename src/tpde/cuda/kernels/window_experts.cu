@@ -147,9 +147,8 @@ experts_sum(const u16* y, const float* scores, u32 each, u32 width, u16* __restr
 
 // ---- products, 9 ----
 
-#define TILES (NB / 8)  // of mma, beside each other
-
-#define STEP (ALONE ? WARPS : 1)
+#define TILES (NB / 8)            // of mma, beside each other
+#define STEP (ALONE ? WARPS : 1)  // from a warp's unit to its next
 
 // A unit of an expert that is used, by its index among them, and how many a block has from there on; none if it is negative.
 struct Turn { int left; u32 index, unit; };
@@ -252,7 +251,8 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
     __syncthreads();
     for (u32 i = threadIdx.x; i < count; i += 32 * WARPS) {
       const u32 id = id_of(i);
-      if (id < experts) l.order[atomicAdd(l.places + id, 1u)] = (u16)i;  // in any order: a row's sum has no other row
+      // In any order: a row's sum has no other row, and a block that has a stripe takes all of its expert's rows.
+      if (id < experts) l.order[atomicAdd(l.places + id, 1u)] = (u16)i;
     }
   }
   __syncthreads();
@@ -262,8 +262,8 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
       if (id_of(i) == experts)
         for (u32 j = threadIdx.x; j < width; j += 32 * WARPS) y[(u64)i * width + j] = 0;
 
-  // An item is a unit, `side` stripes of an expert. A block's items follow each other, so that it has the same rows of x for a
-  // while; blocks have as many, each counted as often as its expert has groups of rows.
+  // A unit is `side` stripes of an expert. A block's units follow each other, so that it has the same rows of x for a while;
+  // blocks have as many, each counted as often as its expert has groups of rows.
   const u32 stripes = (rows + 15) / 16, every = parts * stripes, units = (every + side - 1) / side;
   const u64 all = (u64)(found ? l.ends[found - 1] >> 16 : 0) * units;
   const auto before = [&](u32 index) { return index ? l.ends[index - 1] : 0; };
@@ -293,7 +293,7 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
     }
     return {(int)(index * units + unit), index, unit};
   };
-  // The first item from one on of which this warp has a stripe.
+  // The first turn from one on of which this warp has a stripe.
   const auto enter = [&](Turn p) -> Visit {
     while (p.left > 0 && stripe_of(p) >= every) to_next(p);
     if (slot >= side) p.left = 0;
