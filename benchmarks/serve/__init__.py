@@ -13,8 +13,8 @@ weights, and nothing else: PyTorch's compiler then chooses kernels without timin
 processes choose otherwise, and requests wait for each other, so that batches are the same in all ways. With
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
-takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-128 tpde` also shows what plain
-weights' differs by where steps have 128.
+takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-128 tpde` also shows how
+much plain weights' differs where steps have 128.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple
 
-from tpde.cuda.backend import Backend
-
-P = ParamSpec("P")
+from tpde.cuda import window_encode
+from tpde.cuda.backend import Backend, current
 
 _AT_A_TIME = 4
 _ahead = ThreadPoolExecutor(1, thread_name_prefix="tpde-compile")
@@ -41,9 +41,33 @@ def compile_all(backend: Backend, asked: Iterable[Asked], device: int) -> None:
         it.result()
 
 
-def begin(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Do some work in another thread, after all that was begun before.
+def compile_in_thread(work: Callable[..., None], shape: tuple[int, ...], device: int) -> None:
+    """Compile what weights of a shape take in another thread, while they are read: encoding, and `work`.
 
-    What fails there is told where it is asked for again.
+    The first model of an architecture on a machine takes some 6 s of compiling. What fails there fails again
+    where a weight is encoded or prepared, and is told.
+
+    Parameters
+    ----------
+    work : callable
+        Compiles the rest: of a back end, the numbers of the shape, and the device.
+    shape : tuple of int
+        What is compiled for.
+    device : int
+        The device's number.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice
+        If there is no driver, no such device, or it cannot run our kernels.
     """
-    _ahead.submit(work, *args, **kwargs)
+    backend = current()
+    backend.facts(device)
+    _begin(backend, work, shape, device)
+
+
+@functools.cache
+def _begin(backend: Backend, work: Callable[..., None], shape: tuple[int, ...], device: int) -> None:
+    """Once for a shape: of kernels that are refused, each layer of a model would try all again."""
+    _ahead.submit(window_encode.prepare, device)
+    _ahead.submit(work, backend, *shape, device)

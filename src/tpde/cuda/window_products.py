@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tpde.codec.windows import ROWS_AT, Window, sections
-from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
-from tpde.cuda.compiling import Asked, begin, compile_all
+from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
 from tpde.cuda.product_ways import (
     KERNELS,
     PARTS,
@@ -241,26 +240,8 @@ class DeviceWindow:
 
 
 def compile_ahead(rows: int, columns: int, device: int) -> None:
-    """Compile what a matrix of a shape takes in another thread, while it is read: its encoding and products.
-
-    For weights as trained ones are, with `ZERO` clear. The first model of an architecture on a machine takes
-    some 6 s of compiling. What fails there fails again where the matrix is encoded or prepared, and is told.
-
-    Raises
-    ------
-    MissingDependency, UnsupportedDevice
-        If there is no driver, no such device, or it cannot run our kernels.
-    """
-    backend = current()
-    backend.facts(device)
-    _begin(backend, rows, columns, device)
-
-
-@functools.cache
-def _begin(backend: Backend, rows: int, columns: int, device: int) -> None:
-    """Once for a shape: of kernels that are refused, each layer of a model would try all again."""
-    begin(window_encode.prepare, device)
-    begin(_compile, backend, rows, columns, 0, device)
+    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `compile_in_thread`."""
+    compile_in_thread(_compile, (rows, columns, 0), device)
 
 
 def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
