@@ -256,7 +256,7 @@ def _memory_rate() -> float:
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 1024])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024])
     parser.add_argument("--runs", type=int, default=9)
     tuned.option(parser)
     parser.add_argument("--plot", type=Path, help="draw how many times as fast all layers run, by rows")

@@ -13,8 +13,8 @@ weights, and nothing else: PyTorch's compiler then chooses kernels without timin
 processes choose otherwise, and requests wait for each other, so that batches are the same in all ways. With
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
-takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-128 tpde` also shows how
-much plain weights' differs where steps have 128.
+takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-invariant tpde` also shows how
+much plain weights' differs by vLLM's batch-invariant kernels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="layers of the shape, instead of its own number")
-    usual = [it for it in WAYS if it not in ("tpde-2", "bf16-128")]
+    usual = [it for it in WAYS if it not in ("tpde-2", "bf16-invariant")]
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=usual)
     parser.add_argument("--concurrent", nargs="+", type=int, help="requests at a time: 1 8 32 128")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
@@ -163,7 +163,7 @@ def served(
     way: str, models: tuple[Path, Path], log: Path, environment: dict[str, str], options: argparse.Namespace
 ) -> Row:
     """What one way does, in processes of its own."""
-    _, more, of_packed = WAYS[way]
+    _, more, of_packed, invariant = WAYS[way]
     if way == "glyd" and importlib.util.find_spec("glyd") is None:
         raise RuntimeError("Glyd is not installed: `pip install 'glyd[vllm]'`")
     most = options.prompt + options.tokens + 16
@@ -174,7 +174,7 @@ def served(
     note(f"{way}: starts")
     kind = Engine if options.offline else Latency if options.latency else Server
     given = ["--no-enable-prefix-caching", *common, *more, *options.serve.split()]
-    if options.invariant:
+    if options.invariant or invariant:
         environment = environment | {"VLLM_BATCH_INVARIANT": "1"}
     if options.compare:
         given += ["--compilation-config", json.dumps(COMPARING)]
@@ -191,8 +191,8 @@ def check(options: argparse.Namespace) -> None:
     alone = [name for name in ("compare", "perplexity", "concurrent") if getattr(options, name)]
     if len(alone) > 1:
         raise SystemExit(f"`--{alone[0]}` needs a run of its own, without `--{alone[1]}`")
-    if "bf16-128" in options.ways and not options.perplexity:
-        raise SystemExit("`bf16-128` is for `--perplexity`, to show what plain weights differ by")
+    if "bf16-invariant" in options.ways and not options.perplexity:
+        raise SystemExit("`bf16-invariant` is for `--perplexity`: others have `--invariant`")
     if options.perplexity and not options.perplexity.is_file():
         raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
     if options.compare and "--compilation-config" in options.serve:

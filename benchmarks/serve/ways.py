@@ -7,20 +7,19 @@ from typing import NamedTuple
 
 
 class Way(NamedTuple):
-    """A way, what tables call it, and whether it serves packed files."""
+    """A way, what tables call it, whether it serves packed files, and whether with `VLLM_BATCH_INVARIANT`."""
 
     title: str
     options: list[str]
     of_packed: bool = False
+    invariant: bool = False
 
 
 EXACT = json.dumps({"quantization_config": {"quant_method": "tpde", "kernels": "exact"}})
 WAYS = {
     "bf16": Way("vLLM, bf16", []),
-    # What plain weights themselves differ by, where as many rows again are multiplied at a time.
-    "bf16-128": Way(
-        "vLLM, bf16, 128 rows at a time", ["--max-num-batched-tokens", "128", "--max-num-seqs", "128"]
-    ),
+    # What plain weights themselves differ by, multiplied by vLLM's kernels and not by the matrix library's.
+    "bf16-invariant": Way("vLLM, bf16, batch-invariant", [], invariant=True),
     "fp8": Way("vLLM, FP8 (other weights)", ["--quantization", "fp8_per_tensor"]),
     "tpde": Way("tpde", ["--quantization", "tpde"]),
     "tpde-packed": Way("tpde, packed files", [], of_packed=True),

@@ -180,8 +180,8 @@ def test_comparing_has_a_run_of_its_own() -> None:
 
 
 def test_a_way_on_two_gpus_has_none_beside_it() -> None:
-    with pytest.raises(SystemExit, match="`bf16-128` is for `--perplexity`"):
-        check(given("--offline", "--ways", "bf16", "bf16-128"))
+    with pytest.raises(SystemExit, match="`bf16-invariant` is for `--perplexity`"):
+        check(given("--offline", "--ways", "bf16", "bf16-invariant"))
     with pytest.raises(SystemExit, match="`tpde-2` needs two"):
         check(given("--offline", "--ways", "tpde", "tpde-2", "--beside", "2"))
 

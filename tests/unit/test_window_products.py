@@ -103,6 +103,19 @@ def test_many_rows_take_one_launch(launch_on: Any, count: int) -> None:
     assert arrange == ("arrange", 256, 256, 0, {"early": True})  # 16 bytes a thread
 
 
+@pytest.mark.parametrize(("count", "parts"), [(161, [128, 33]), (256, [128, 128]), (300, [128, 128, 44])])
+def test_more_rows_take_several_launches(launch_on: Any, count: int, parts: list[int]) -> None:
+    found = Launches(launch_on, (9, 0))
+    made = there(sections(1000, 4096))
+    assert made.room(count) == 4096 * 2 * 128
+    made.product(32, 4096, count, 48, 1000, 77, 5, 4112)
+    needed: list[tuple[Any, ...]] = []
+    for number, some in enumerate(parts):
+        x, y = 32 + 2 * 4096 * 128 * number, 48 + 2 * 1000 * 128 * number
+        needed += [("arrange", x, 4096, some, 4096, 4112), ("wide_product", 4112, some, y, 1000, 77)]
+    assert [(it[0], *it[-5:]) for it in found] == needed
+
+
 def test_many_rows_where_no_cluster_has_room(launch_on: Any) -> None:
     found = Launches(launch_on, (9, 0), clusters=0)
     there(sections(1000, 4096)).product(0, 4096, 100, 0, 4096, 0, 0)

@@ -16,6 +16,7 @@ from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
 from tpde.cuda.product_ways import (
     KERNELS,
+    MOST_ROWS,
     PARTS,
     SOURCE,
     TOGETHER,
@@ -98,7 +99,7 @@ class DeviceWindow:
         _compile(current(), window.rows, window.columns, window.flags, self._device)
         for name in _DECODING:
             self._decoding(name, window.stripes * window.stripe_chunks)
-        for count in range(1, self.most_rows + 1):
+        for count in range(1, min(self.most_rows, MOST_ROWS) + 1):
             self._product(count)
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
@@ -167,7 +168,9 @@ class DeviceWindow:
 
     def room(self, count: int) -> int:
         """Bytes on the device that a `product` with so many rows of x takes meanwhile."""
-        return (self._products.get(count) or self._product(count)).room
+        if count <= MOST_ROWS:
+            return (self._products.get(count) or self._product(count)).room
+        return max(self.room(MOST_ROWS), self.room(count % MOST_ROWS or MOST_ROWS))
 
     def product(
         self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int, room: int = 0
@@ -180,7 +183,7 @@ class DeviceWindow:
             Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
             many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
-            How many rows x has, at most `most_rows`. More than 8 may take several launches.
+            How many rows x has. More than 8 may take several launches, more than 128 do.
         y, y_stride : int
             Address of room for as many rows, and how many words they are apart.
         bias : int
@@ -200,6 +203,15 @@ class DeviceWindow:
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
+        while count > MOST_ROWS:
+            self._multiply(x, x_stride, MOST_ROWS, y, y_stride, bias, stream, room)
+            x, y, count = x + 2 * MOST_ROWS * x_stride, y + 2 * MOST_ROWS * y_stride, count - MOST_ROWS
+        self._multiply(x, x_stride, count, y, y_stride, bias, stream, room)
+
+    def _multiply(
+        self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int, room: int
+    ) -> None:
+        """The product with as many rows of x as one way takes."""
         rows, launch, arrange, needed = self._products.get(count) or self._product(count)
         if needed and (not room or room % _ROOM_AT):
             raise ValueError(
@@ -259,7 +271,7 @@ def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int)
     """Have all kernels for matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     most = most_rows_of(backend.facts(device), window)
-    firsts = (_tuned(backend, window, count, device)[0] for count in range(1, most + 1))
+    firsts = (_tuned(backend, window, count, device)[0] for count in range(1, min(most, MOST_ROWS) + 1))
     products = {it.label: it for it in firsts}.values()
     asked = [Asked(SOURCE, name, _decoding_defines(window)) for name in _DECODING]
     asked += [Asked(it.source, it.name, it.defines, it.grouped) for it in products]
