@@ -94,7 +94,7 @@ class Matrix:
         """The product from windows; of many rows, from rows that are decoded."""
         import torch
 
-        if len(x) > self._device.most_rows:
+        if not self._device.takes(len(x)):
             plain = torch.empty_like(self.plain)
             self._device.rows(plain.data_ptr(), plain.stride(0), stream())
             torch.mm(x, plain.T, out=y)

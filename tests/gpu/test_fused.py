@@ -21,7 +21,7 @@ from tpde.weights.windowed import Windowed
 
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
 
-SHAPES = [(16, 8), (100, 384), (48, 1100), (513, 328), (2048, 2048), (3090, 2777)]
+SHAPES = [(16, 8), (100, 384), (48, 1100), (513, 328), (2048, 2048)]
 
 
 def layer(rows: int, columns: int, bias: bool = True) -> Any:
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], bias: bo
         needed = functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
         ours, theirs = ((it.double() - needed).norm() for it in (alone, plain(x)))
         assert ours <= 1.01 * theirs
-        for count in (1, 3, 8, 15, 16, 17, 33, 64, 65, most - 90, most):
+        for count in (1, 3, 8, 15, 16, 17, 33, 64, 65, 100, most):
             assert torch.equal(bits(made(x[:count])), bits(alone[:count]))
             assert torch.equal(bits(made(x[-count:])), bits(alone[-count:]))
         assert torch.equal(bits(made(x.view(4, most // 4, -1))).view(most, -1), bits(alone))

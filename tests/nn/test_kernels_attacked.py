@@ -142,7 +142,7 @@ def test_kernels_get_no_address_of_anything_else(fused: Any, monkeypatch: pytest
     def refuse(*args: Any) -> None:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(source, "_there", SimpleNamespace(most_rows=64))
+    monkeypatch.setattr(source, "_there", SimpleNamespace(takes=lambda count: True))
     monkeypatch.setattr(source, "_product", refuse)
     monkeypatch.setattr(source, "decode_into", lambda out: out.zero_())
     monkeypatch.setattr(slot, "instead", lambda: torch.zeros(slot.shape, dtype=slot.dtype))

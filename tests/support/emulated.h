@@ -35,8 +35,8 @@ struct Meeting {  // what all of a group must reach
   unsigned arrived, turn;
   unsigned long long values[2][32];  // of this turn and the one before
 };
-struct Copy { unsigned to; const void *from; };
-struct Copies { unsigned count; Copy copies[32]; };
+struct Copy { unsigned to; const void *from; unsigned group; };
+struct Copies { unsigned count, groups; Copy copies[32]; };
 struct Block {
   ucontext_t contexts[MOST_THREADS];
   bool ended[MOST_THREADS];

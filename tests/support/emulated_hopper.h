@@ -144,6 +144,36 @@ static void store_shared(unsigned to, const float *v) {
   if (to % 16 || to + 16 > shared_bytes) fibers::fail("a wrong store");
   memcpy(fibers::here->shared + to, v, 16);
 }
+/* Copies of a lane that were closed come when it waits for them, and what it reads meanwhile is not them. */
+static void close_copies() {
+  auto &mine = fibers::here->pending[threadIdx.x];
+  for (unsigned i = 0; i < mine.count; i++)
+    if (!mine.copies[i].group) mine.copies[i].group = mine.groups + 1;
+  mine.groups++;
+}
+template <int LEFT> void wait_for_copies() {
+  auto &mine = fibers::here->pending[threadIdx.x];
+  unsigned kept = 0;
+  for (unsigned i = 0; i < mine.count; i++) {
+    const auto &it = mine.copies[i];
+    if (it.group && it.group + LEFT <= mine.groups) memcpy(fibers::here->shared + it.to, it.from, 16);
+    else mine.copies[kept++] = it;
+  }
+  mine.count = kept;
+}
+static void store_turned(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  using namespace fibers;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane, values[4] = {a, b, c, d};
+  if (to % 16 || to + 16 > shared_bytes) fail("a wrong store");
+  memcpy(words[rank()][threadIdx.x], values, sizeof values);
+  meet(0xFFFFFFFFu, 0);
+  for (unsigned i = 0; i < 8; i++) {  // word i of this lane's row is that of row i's column `lane % 8`
+    const unsigned word = words[rank()][warp + 4 * i + lane % 8 / 2][lane / 8];
+    const unsigned short half = (unsigned short)(word >> lane % 2 * 16);
+    memcpy(here->shared + to + 2 * i, &half, 2);
+  }
+  meet(0xFFFFFFFFu, 0);
+}
 static void send(unsigned to, unsigned barrier, const float *v) {
   if (to >> 24 != barrier >> 24 || !(to >> 24)) fibers::fail("a barrier of another block");
   fibers::under_way({(to >> 24) - 1, to & 0xFFFFFF, barrier & 0xFFFFFF, 16, nullptr, {v[0], v[1], v[2], v[3]}});
@@ -170,6 +200,7 @@ static void wgmma_16(float *d, unsigned a, unsigned b, unsigned c, unsigned e, u
 static void wgmma_32(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(32, d, a, b, c, e, x); }
 static void wgmma_64(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(64, d, a, b, c, e, x); }
 static void wgmma_128(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(128, d, a, b, c, e, x); }
+static void wgmma_256(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(256, d, a, b, c, e, x); }
 static void registers_are_set() {}
 static void commit() { fibers::products[fibers::rank()][threadIdx.x].groups++; }
 template <int LEFT> void wait_for_products() {

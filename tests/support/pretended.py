@@ -71,12 +71,13 @@ class _Stream:
 class Product:
     """Stands in for `DeviceWindow`: products from the window layout, in float64, at the same addresses."""
 
-    most_rows = 64
-
     def __init__(self, window: Any, at: int, device: int) -> None:
         self._shape = window.rows, window.columns
         words = windows.decode(_memory(at, window.nbytes).copy())
         self._plain = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).double()
+
+    def takes(self, count: int) -> bool:
+        return count <= 64
 
     def room(self, count: int) -> int:
         return 16 * count

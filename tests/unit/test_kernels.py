@@ -26,6 +26,7 @@ from tpde.cuda import (
     expert_ways,
     geometry,
     items,
+    many_rows,
     product_ways,
     window_encode,
     zstd_blob,
@@ -181,9 +182,11 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
         if groups and columns > 384
         else set()
     )
+    if groups and columns > 384:
+        found["many", ()] = many_rows.many_way(matrix, 1000)
     for how in found.values():
-        if how.grouped or columns < 14336:  # those of others do not depend on how many there are
-            log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
+        if how.own or columns < 14336:  # those of others do not depend on how many there are
+            log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.own)[1]
             assert_no_spills(log)
             assert registers(log) * 32 * how.warps * how.blocks <= 65536
             if how.warps == 16:  # what these give each other of what they have at first

@@ -19,6 +19,17 @@ from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import compile_ahead
 from tpde.errors import CompileError, UnsupportedDevice
 
+_ALL = {"rows", "lookup", "product", "group_product", "wide_product", "many_product"}
+
+
+def _asked(source: str, name: str) -> str:
+    """What arranges x is compiled with the product that takes it."""
+    return (
+        {"window_wide.cu": "wide_product", "window_many.cu": "many_product"}[source]
+        if name == "arrange"
+        else name
+    )
+
 
 def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
     """By other threads, each once, before this one asks."""
@@ -26,8 +37,7 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
     here, two = threading.current_thread(), threading.Event()
 
     def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
-        # What arranges x is compiled with the product that takes it.
-        what = "wide_product" if name == "arrange" else name, repr(sorted(defines.items()))
+        what = _asked(source, name), repr(sorted(defines.items()))
         if threading.current_thread() is here:
             assert what in asked
         else:
@@ -40,7 +50,7 @@ def test_kernels_of_a_shape_are_asked_for_at_a_time(launch_on: Any) -> None:
 
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
     there(sections(4096, 4096)).prepare()
-    assert {name for name, _ in asked} == {"rows", "lookup", "product", "group_product", "wide_product"}
+    assert {name for name, _ in asked} == _ALL
 
 
 def test_a_kernel_that_is_refused_ends_compiling(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +88,7 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
 
     def kernel(source: str, name: str, defines: Any, *_: Any, **__: Any) -> MadeKernel:
         assert may.wait(20)
-        asked.put(("wide_product" if name == "arrange" else name, repr(sorted(defines.items()))))
+        asked.put((_asked(source, name), repr(sorted(defines.items()))))
         return MadeKernel(lambda *_, **__: None, 15)
 
     launch_on(MadeBackend(kernel, DeviceFacts("GPU", (9, 0), 132, H200)))
@@ -88,8 +98,8 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
     assert asked.get(timeout=20)[0] == "plan"
     matrix = there(sections(4096, 5120))
     products = {matrix.ways(count)[0].label for count in range(1, MOST_ROWS + 1)}
-    found = {asked.get(timeout=20) for _ in range(2 + len(products))}
-    assert {"rows", "lookup", "product", "group_product", "wide_product"} == {name for name, _ in found}
+    found = {asked.get(timeout=20) for _ in range(3 + len(products))}
+    assert {name for name, _ in found} == _ALL
     matrix.prepare()
     assert {asked.get() for _ in range(asked.qsize())} <= found
 

@@ -135,26 +135,43 @@ def _stream(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
+class _Thread(threading.local):
+    """Whether a thread is known to have a context."""
+
+    entered = False
+
+
+_thread = _Thread()
+
+
 class _CudaLaunch:
     """A launch through `cuda.core`."""
 
-    def __init__(self, made: Any, config: Any, streams: Callable[[int], Any]) -> None:
+    def __init__(
+        self, made: Any, config: Any, streams: Callable[[int], Any], enter: Callable[[], None]
+    ) -> None:
         from cuda.core import launch
 
-        self._kernel, self._config, self._launch, self._stream = made, config, launch, streams
+        self._kernel, self._config, self._start, self._stream = made, config, launch, streams
+        self._enter = enter
 
     def __call__(self, stream: int, *arguments: Any) -> None:
-        self._launch(self._stream(stream), self._config, self._kernel, *arguments)
+        self._launch(self._stream(stream), *arguments)
 
     def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
-        return functools.partial(self._launch, self._stream(stream), self._config, self._kernel, *arguments)
+        return functools.partial(self._launch, self._stream(stream), *arguments)
+
+    def _launch(self, stream: Any, *arguments: Any) -> None:
+        if not _thread.entered:
+            self._enter()
+        self._start(stream, self._config, self._kernel, *arguments)
 
 
 class _CudaKernel:
     """A kernel of `cuda.core`."""
 
-    def __init__(self, made: Any, streams: Callable[[int], Any]) -> None:
-        self._made, self._stream = made, streams
+    def __init__(self, made: Any, streams: Callable[[int], Any], enter: Callable[[], None]) -> None:
+        self._made, self._stream, self._enter = made, streams, enter
 
     def launch(
         self, grid: int, block: int, shared: int, *, cluster: int = 1, early: bool = False
@@ -165,7 +182,7 @@ class _CudaKernel:
         if cluster > 1:  # then the grid is counted in clusters
             more |= {"cluster": cluster}
         config = LaunchConfig(grid=grid // cluster, block=block, shmem_size=shared, **more)
-        return _CudaLaunch(self._made, config, self._stream)
+        return _CudaLaunch(self._made, config, self._stream, self._enter)
 
     def clusters_at_once(self, cluster: int, block: int, shared: int) -> int:
         from cuda.core import LaunchConfig
@@ -251,7 +268,15 @@ class CudaBackend:
             call(driver.cuKernelSetAttribute(limit, room, handle, device), f"preparing kernel {name}")
         finally:
             call(driver.cuCtxSetCurrent(current), "restoring the current context")
-        return _CudaKernel(made, self._stream)
+        return _CudaKernel(made, self._stream, functools.partial(self._enter, device))
+
+    def _enter(self, device: int) -> None:
+        """Have a context in this thread: PyTorch's for backward passes have none before they launch."""
+        from cuda.core import Device
+
+        if not int(call(self._driver.calls.cuCtxGetCurrent(), "asking for the current context")):
+            Device(device).set_current()
+        _thread.entered = True
 
 
 _current: Backend = CudaBackend()

@@ -9,12 +9,8 @@ from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.tuning import TunedKernels
 
 SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
-MOST_ROWS = 128  # of x, that the ways are of
-# Rows of x with which products are faster than decoding and the matrix library's product: where groups
-# multiply matrices of so many words, others, elsewhere. For 256 rows, 128 at a time, an H100 takes 175 us
-# with 28672 x 4096 words (decoding for them 256), 37 with 4096 x 4096 (39), 25 with 3072 x 2048 (18); for
-# 384 rows 253 (278), 56 (41) and 36 (19).
-_LARGE_WORDS, _OF_LARGE, _OF_SMALL, _WITHOUT_GROUPS = 8 << 20, 2 * MOST_ROWS, MOST_ROWS, 64
+# Rows of x in one call, with the same bits in any: for more, see `many_rows`.
+MOST_ROWS, _WITHOUT_GROUPS = 128, 64
 # What tables of the fastest ways are of.
 KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
 _FEW_ROWS = 16  # of x in one launch of `product`
@@ -94,6 +90,11 @@ class Product(NamedTuple):
         return self.cluster > 1
 
     @property
+    def own(self) -> bool:
+        """Whether it takes instructions of Hopper GPUs alone: of clusters, and of x that was arranged."""
+        return self.grouped or self.room > 0
+
+    @property
     def width(self) -> int:
         """Rows of x that a warp multiplies at a time, be they there or not."""
         return self.defines["NB"]
@@ -134,10 +135,8 @@ def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
 
 
 def most_rows_of(have: DeviceFacts, window: Window) -> int:
-    """Rows of x, at most, with which a product on a device is faster than decoding the matrix for it."""
-    if have.capability != _WGMMA or not _has_parts(window):
-        return _WITHOUT_GROUPS
-    return _OF_LARGE if window.rows * window.columns >= _LARGE_WORDS else _OF_SMALL
+    """Rows of x, at most, of which each has the same bits in any product on a device."""
+    return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS
 
 
 def _is_better_alone(have: DeviceFacts, window: Window, count: int) -> bool:

@@ -7,45 +7,28 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
 from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
+from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import (
-    KERNELS,
     MOST_ROWS,
-    PARTS,
     SOURCE,
-    TOGETHER,
     WARP_BYTES,
     WARPS,
     Product,
     blocks_at_once,
     matrix_defines,
     most_rows_of,
-    ways_of,
 )
-from tpde.cuda.tuning import table_of
+from tpde.cuda.window_launches import ProductStep, launch_of, launch_of_many, steps_by, steps_of, tuned_ways
 from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
-_ARRANGERS, _BESIDE = 256, 8  # threads of a block of `arrange`, and blocks of a multiprocessor at most
-
-
-class _Launch(NamedTuple):
-    """How a product with some rows of x is launched.
-
-    `rows` are of x, at most. If there is `arrange`, it first writes x to `room` bytes, which `product` reads.
-    """
-
-    rows: int
-    product: KernelLaunch
-    arrange: KernelLaunch | None = None
-    room: int = 0
 
 
 class DeviceWindow:
@@ -68,7 +51,8 @@ class DeviceWindow:
     Attributes
     ----------
     most_rows : int
-        Of x in one call of `product`: with more, decoding is faster.
+        Of x in one call of `product`, in which each has the same bits. More are multiplied where `takes` says
+        that it is faster than decoding.
     """
 
     def __init__(self, window: Window, at: int, device: int) -> None:
@@ -85,7 +69,7 @@ class DeviceWindow:
         )
         self.most_rows = most_rows_of(self._facts, window)
         self._decodings: dict[tuple[str, int], KernelLaunch] = {}  # by kernels and blocks
-        self._products: dict[int, _Launch] = {}  # by how many rows x has
+        self._products: dict[int, tuple[ProductStep, ...]] = {}  # by how many rows x has
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -99,8 +83,10 @@ class DeviceWindow:
         _compile(current(), window.rows, window.columns, window.flags, self._device)
         for name in _DECODING:
             self._decoding(name, window.stripes * window.stripe_chunks)
-        for count in range(1, min(self.most_rows, MOST_ROWS) + 1):
-            self._product(count)
+        for count in range(1, self.most_rows + 1):
+            self._steps(count)
+        if self.most_rows == MOST_ROWS:
+            launch_of_many(current(), window, MOST_ROWS + 1, self._device)
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
@@ -166,11 +152,21 @@ class DeviceWindow:
         arguments = np.uint64(ids), np.uint64(count), np.uint64(out)
         launch(stream, *self._matrix, *arguments)
 
+    def takes(self, count: int) -> bool:
+        """Whether so many rows of x are to be multiplied straight from the blob: decoding takes longer."""
+        return count <= self.most_rows or bool(steps_of(current(), self.window, count, self._device))
+
     def room(self, count: int) -> int:
         """Bytes on the device that a `product` with so many rows of x takes meanwhile."""
-        if count <= MOST_ROWS:
-            return (self._products.get(count) or self._product(count)).room
-        return max(self.room(MOST_ROWS), self.room(count % MOST_ROWS or MOST_ROWS))
+        return max(it.launch.room for it in self._steps(count))
+
+    def _steps(self, count: int) -> tuple[ProductStep, ...]:
+        found = self._products.get(count)
+        if found is None:
+            found = steps_of(current(), self.window, count, self._device)
+            if count <= MOST_ROWS:  # there are few such numbers, and they come again for each token
+                self._products[count] = found
+        return found
 
     def product(
         self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int, room: int = 0
@@ -183,7 +179,7 @@ class DeviceWindow:
             Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
             many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
-            How many rows x has. More than 8 may take several launches, more than 128 do.
+            How many rows x has. More than 8 may take several launches.
         y, y_stride : int
             Address of room for as many rows, and how many words they are apart.
         bias : int
@@ -203,33 +199,26 @@ class DeviceWindow:
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
-        while count > MOST_ROWS:
-            self._multiply(x, x_stride, MOST_ROWS, y, y_stride, bias, stream, room)
-            x, y, count = x + 2 * MOST_ROWS * x_stride, y + 2 * MOST_ROWS * y_stride, count - MOST_ROWS
-        self._multiply(x, x_stride, count, y, y_stride, bias, stream, room)
-
-    def _multiply(
-        self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int, room: int
-    ) -> None:
-        """The product with as many rows of x as one way takes."""
-        rows, launch, arrange, needed = self._products.get(count) or self._product(count)
-        if needed and (not room or room % _ROOM_AT):
-            raise ValueError(
-                f"{count} rows of x take {needed} bytes of room at a multiple of {_ROOM_AT}, not at {room:#x}"
-            )
-        for first in range(0, count, rows):
-            some = np.uint32(min(count - first, rows))
+        steps = self._steps(count)
+        if not steps:
+            raise ValueError(f"for {count} rows of x a matrix is decoded")
+        for first, rows, (_, launch, arrange, needed) in steps:
+            if needed and (not room or room % _ROOM_AT):
+                raise ValueError(
+                    f"{count} rows of x take {needed} bytes of room at a multiple of {_ROOM_AT}, not at "
+                    f"{room:#x}"
+                )
             there: tuple[np.unsignedinteger, ...]
-            there = np.uint64(x + 2 * first * x_stride), np.uint64(x_stride), some
+            there = np.uint64(x + 2 * first * x_stride), np.uint64(x_stride), np.uint32(rows)
             if arrange is not None:
                 arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))
-                there = np.uint64(room), some
+                there = np.uint64(room), np.uint32(rows)
             to = np.uint64(y + 2 * first * y_stride), np.uint64(y_stride), np.uint64(bias)
             launch(stream, *self._matrix, *there, *to)
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
-        return _tuned(current(), self.window, count, self._device)
+        return tuned_ways(current(), self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
         """Launch products with so many rows of x in one of the `ways`, from now on.
@@ -239,27 +228,15 @@ class DeviceWindow:
         UnsupportedDevice
             If the device, a part of one for example, has no room for it.
         """
-        made = _launch(current(), self.window, how, self._device)
+        made = launch_of(current(), self.window, how, self._device)
         if made is None:
             raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")
-        self._products[count] = made
-
-    def _product(self, count: int) -> _Launch:
-        window = self.window
-        made = _launch_of(current(), window.rows, window.columns, window.flags, count, self._device)
-        self._products[count] = made
-        return made
+        self._products[count] = steps_by(made, count)
 
 
 def compile_ahead(rows: int, columns: int, device: int) -> None:
     """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `compile_in_thread`."""
     compile_in_thread(_compile, (rows, columns, 0), device)
-
-
-def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
-    """How a product may be launched, first the way that the device's table names, if there is a table."""
-    have, shape = backend.facts(device), (window.rows, window.columns)
-    return table_of(have, KERNELS).ordered(shape, count, lambda it: ways_of(have, window, it))
 
 
 def _decoding_defines(window: Window) -> dict[str, int]:
@@ -271,43 +248,10 @@ def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int)
     """Have all kernels for matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     most = most_rows_of(backend.facts(device), window)
-    firsts = (_tuned(backend, window, count, device)[0] for count in range(1, min(most, MOST_ROWS) + 1))
+    firsts = [tuned_ways(backend, window, count, device)[0] for count in range(1, most + 1)]
+    if most == MOST_ROWS:
+        firsts.append(many_way(window, MOST_ROWS + 1))
     products = {it.label: it for it in firsts}.values()
     asked = [Asked(SOURCE, name, _decoding_defines(window)) for name in _DECODING]
-    asked += [Asked(it.source, it.name, it.defines, it.grouped) for it in products]
+    asked += [Asked(it.source, it.name, it.defines, it.own) for it in products]
     compile_all(backend, asked, device)
-
-
-@functools.cache
-def _launch_of(backend: Backend, rows: int, columns: int, flags: int, count: int, device: int) -> _Launch:
-    """How products with so many rows of x are launched by default, for all matrices of a shape."""
-    window = sections(rows, columns)._replace(flags=flags)
-    made = (_launch(backend, window, how, device) for how in _tuned(backend, window, count, device))
-    return next(it for it in made if it is not None)
-
-
-def _launch(backend: Backend, window: Window, how: Product, device: int) -> _Launch | None:
-    """The launch; None if the device never runs a cluster of it at a time, as a part of one may not."""
-    kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.grouped)
-    have, stripes = backend.facts(device), window.stripes
-    early = have.capability >= (9, 0)  # kernels start while those before them end
-    if how.grouped:
-        threads = 32 * how.warps
-        most = kernel.clusters_at_once(how.cluster, threads, how.shared)
-        grid = how.cluster * min(most, -(-stripes // TOGETHER))
-        if not grid:
-            return None
-        launch = kernel.launch(grid, threads, how.shared, cluster=how.cluster, early=early)
-        return _Launch(how.rows, launch, _arrange(backend, window, how, device), how.room)
-    beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-    grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
-    return _Launch(how.rows, kernel.launch(grid, 32 * how.warps, how.shared, early=early))
-
-
-def _arrange(backend: Backend, window: Window, how: Product, device: int) -> KernelLaunch | None:
-    """What writes x as a product takes it, if that does not take x as it is."""
-    if not how.room:
-        return None
-    kernel = backend.kernel(how.source, "arrange", how.defines, device, own=True)
-    grid = min(how.room // (16 * _ARRANGERS), _BESIDE * backend.facts(device).multiprocessors)
-    return kernel.launch(grid, _ARRANGERS, 0, early=True)

@@ -309,7 +309,7 @@ class PackedTensor:
 
     @property
     def most_rows(self) -> int:
-        """How many rows of x `product` takes without decoding the matrix; 0 on the CPU."""
+        """With how many rows of x, at most, a row has the same bits in any `product`; 0 on the CPU."""
         return cast(Windowed, self.parts[0][0]).most_rows
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:

@@ -233,7 +233,7 @@ class Windowed(WindowSource):
 
     @property
     def most_rows(self) -> int:
-        """How many rows of x are multiplied straight from the blob; 0 on the CPU."""
+        """With how many rows of x, at most, a row has the same bits in any product; 0 on the CPU."""
         return 0 if self._there is None else self._there.most_rows
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
@@ -256,12 +256,13 @@ class Windowed(WindowSource):
         Notes
         -----
         On a GPU, up to `most_rows` rows of x are multiplied straight from the blob; each gives the same bits
-        in any batch. For more, and on the CPU, rows are decoded and multiplied as plain ones.
+        in any batch. So are more where that is faster, with sums in another order. Otherwise, and on the CPU,
+        the matrix is decoded and multiplied as a plain one.
         """
         if self._there is not None and x.dim() and x.shape[-1] == self._columns:
             count = x.numel() // self._columns
             kinds = x.dtype is self.kind and (bias is None or bias.dtype is self.kind)
-            if kinds and 0 < count <= self._there.most_rows:
+            if kinds and count and self._there.takes(count):
                 return self._product(self._there, x, bias, count)
             if self.nbytes > self.strip_bytes:
                 return self._in_strips(x, bias)

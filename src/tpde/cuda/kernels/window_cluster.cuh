@@ -13,7 +13,6 @@
 // but `racecheck` does not see that it arrives for others; all take no longer.
 #define TELLING (1 + 32 * STRIPES)
 #define READING (CLUSTER - 1 + 32)
-#define X_STEP (NB * 16u)  // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 
 // Room for a turn's sums in a block's shared memory, and the barriers that tell that they are there, and have been read.
 struct Room {

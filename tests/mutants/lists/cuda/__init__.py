@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from . import decode, deltas, encode, products
+from . import decode, deltas, encode, many_rows, products
 
 MUTANTS = (
     *decode.MUTANTS,
     *deltas.MUTANTS,
     *encode.MUTANTS,
+    *many_rows.MUTANTS,
     *products.MUTANTS,
 )

@@ -1,0 +1,66 @@
+"""Matrices in windows, rows of x, and products of both by kernels that run on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support.emulated import kernel_on_cpu
+from tpde.codec import window_plan, windows
+from tpde.cuda.product_ways import SOURCE, WARP_BYTES, WARPS, Product, matrix_defines
+
+AT = 128
+
+
+def bf16(values: Any) -> Any:
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def aligned(words: Any) -> Any:
+    """The same at a multiple of 128 bytes."""
+    raw = np.empty(words.nbytes + AT, np.uint8)
+    made = raw[-raw.ctypes.data % AT :][: words.nbytes].view(words.dtype).reshape(words.shape)
+    made[:] = words
+    return made
+
+
+class Made:
+    """A matrix, rows of x, and what `product` gives."""
+
+    def __init__(self, rows: int, columns: int, count: int, escapes: bool) -> None:
+        draw = np.random.default_rng(rows + columns)
+        values = draw.standard_normal((rows, columns))
+        values = np.exp(10 * values) if escapes else 0.02 * values
+        self.blob = aligned(window_plan.encode(bf16(values)))
+        self.window = windows.validate(self.blob)
+        x = np.zeros((count, -(-columns // 8) * 8), np.uint16)
+        x[:, :columns] = bf16(draw.standard_normal((count, columns)))
+        self.x, self.bias = aligned(x), bf16(draw.standard_normal(rows))
+        defines = matrix_defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+        how = Product(8, SOURCE, "product", defines, WARPS * (WARP_BYTES + 2 * 16 * 8 * 4))
+        self.needed = self.by(how, 1)
+
+    def by(self, how: Product, grid: int) -> Any:
+        """The product, before a row that stays as it is."""
+        window, at, x = self.window, self.blob.ctypes.data, self.x
+        y = np.full((len(x) + 1, window.rows + 1), 0x7777, np.uint16)
+        places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
+        matrix = [
+            *(at + it for it in places),
+            *np.frombuffer(window.table, "<u8"),
+            window.rows,
+            window.columns,
+        ]
+        kernel = kernel_on_cpu(how.source, how.name, how.defines, 0)
+        launch = kernel.launch(grid * how.cluster, 32 * how.warps, how.shared, cluster=how.cluster)
+        room = aligned(np.full(how.room, 0xA5, np.uint8))
+        for first in range(0, len(x), how.rows):
+            rows, out = x[first : first + how.rows], y[first:]
+            there = [rows.ctypes.data, x.shape[1], len(rows)]
+            if how.room:
+                arrange = kernel_on_cpu(how.source, "arrange", how.defines, 0).launch(2, 256, 0)
+                arrange(0, *there, window.columns, room.ctypes.data)
+                there = [room.ctypes.data, len(rows)]
+            launch(0, *matrix, *there, out.ctypes.data, y.shape[1], self.bias.ctypes.data)
+        return y
