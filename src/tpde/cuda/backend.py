@@ -31,8 +31,8 @@ class KernelLaunch(Protocol):
         ----------
         stream : int
             Handle of the stream, 0 for the legacy default one.
-        *arguments : numpy scalars
-            Never Python integers, which would be taken for pointers: `np.uint64(address)`.
+        *arguments : numpy scalars, or int
+            Python integers are taken for pointers: addresses, and nothing else.
         """
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import numpy as np
+
 from tpde.codec.windows import Window, sections
 from tpde.cuda.backend import Backend, KernelLaunch
 from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way
@@ -30,14 +32,16 @@ class ProductStep(NamedTuple):
     """A launch for some rows of x: of which one on, and how many."""
 
     first: int
-    rows: int
+    rows: np.uint32
     launch: ProductLaunch
 
 
 def steps_by(launch: ProductLaunch, count: int, begin: int = 0) -> tuple[ProductStep, ...]:
     """One launch after the other, for so many rows of x from one on."""
     firsts = range(0, count, launch.rows)
-    return tuple(ProductStep(begin + first, min(count - first, launch.rows), launch) for first in firsts)
+    return tuple(
+        ProductStep(begin + first, np.uint32(min(count - first, launch.rows)), launch) for first in firsts
+    )
 
 
 def tuned_ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:

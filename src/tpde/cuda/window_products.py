@@ -7,6 +7,7 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
+# Strides come again and again, and each of these takes 0.3 us: a launch's addresses are Python's integers.
+_words = functools.lru_cache(maxsize=256)(np.uint64)
 
 
 class DeviceWindow:
@@ -202,19 +205,19 @@ class DeviceWindow:
         steps = self._steps(count)
         if not steps:
             raise ValueError(f"for {count} rows of x a matrix is decoded")
+        between, below = _words(x_stride), _words(y_stride)
         for first, rows, (_, launch, arrange, needed) in steps:
             if needed and (not room or room % _ROOM_AT):
                 raise ValueError(
                     f"{count} rows of x take {needed} bytes of room at a multiple of {_ROOM_AT}, not at "
                     f"{room:#x}"
                 )
-            there: tuple[np.unsignedinteger, ...]
-            there = np.uint64(x + 2 * first * x_stride), np.uint64(x_stride), np.uint32(rows)
-            if arrange is not None:
-                arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))
-                there = np.uint64(room), np.uint32(rows)
-            to = np.uint64(y + 2 * first * y_stride), np.uint64(y_stride), np.uint64(bias)
-            launch(stream, *self._matrix, *there, *to)
+            if arrange is None:
+                of_x: tuple[Any, ...] = (x + 2 * first * x_stride, between, rows)
+            else:
+                arrange(stream, x + 2 * first * x_stride, between, rows, self._matrix[-1], room)
+                of_x = room, rows
+            launch(stream, *self._matrix, *of_x, y + 2 * first * y_stride, below, bias)
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""

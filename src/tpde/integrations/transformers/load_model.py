@@ -137,7 +137,7 @@ def from_pretrained(
         Each takes what differs, about 5.5 bits for each weight that changed. Not with `vram`.
     kernels : {"exact", "fused"}
         How linear layers are computed. With `"exact"`, weights are decoded, and outputs are the plain
-        model's. With `"fused"`, up to 64 rows of inputs (on Hopper GPUs, 256) are multiplied straight from
+        model's. With `"fused"`, up to 64 rows of inputs (on Hopper GPUs, 128) are multiplied straight from
         packed weights: a few sequences get their tokens faster than from plain weights on a GPU. Weights
         are exact, sums are added in another order than the matrix library's, the same for all batch sizes:
         see `tpde.nn.set_kernels`.

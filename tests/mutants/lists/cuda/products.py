@@ -11,8 +11,8 @@ MUTANTS = (
     mutant(
         "later-rows-of-x-are-the-first",
         "cuda/window_products.py",
-        "np.uint64(x + 2 * first * x_stride)",
-        "np.uint64(x)",
+        "of_x: tuple[Any, ...] = (x + 2 * first * x_stride, between, rows)",
+        "of_x: tuple[Any, ...] = (x, between, rows)",
         "rows 17 to 64 of a batch are those before",
         "unit/test_window_products.py",
     ),
@@ -227,7 +227,7 @@ MUTANTS = (
     mutant(
         "products-without-arranged-rows",
         "cuda/window_products.py",
-        "                arrange(stream, *there, np.uint32(self.window.columns), np.uint64(room))\n",
+        "                arrange(stream, x + 2 * first * x_stride, between, rows, self._matrix[-1], room)\n",
         "",
         "what was in the room is multiplied",
         "unit/test_window_products.py",
