@@ -88,11 +88,16 @@ def test_what_an_h100_measured() -> None:
     assert all(found[key] is None for key in found if key[2] == 2048)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_other_gpus_decode(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("capability", "columns"), [((8, 0), 4096), ((10, 0), 4096), ((9, 0), 1792)], ids=str
+)
+def test_what_others_decode(launch_on: Any, capability: tuple[int, int], columns: int) -> None:
+    """Other GPUs, and for short rows all."""
     have = DeviceFacts("GPU", capability, 132, H200)
-    assert how_many(have, sections(28672, 4096), 300) is None
-    assert how_many(H100, sections(28672, 1792), 300) is None  # and for short rows all do
+    launch_on(MadeBackend(lambda *_, **__: MadeKernel(lambda *_, **__: None), have))
+    made = there(sections(28672, columns))
+    taken = [count for count in range(1, MOST + 2) if made.takes(count)]
+    assert taken == list(range(1, 65))
 
 
 def test_room_is_no_more_than_decoding_takes() -> None:

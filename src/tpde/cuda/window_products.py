@@ -157,7 +157,9 @@ class DeviceWindow:
 
     def takes(self, count: int) -> bool:
         """Whether so many rows of x are to be multiplied straight from the blob: decoding takes longer."""
-        return count <= self.most_rows or bool(steps_of(current(), self.window, count, self._device))
+        if count <= MOST_ROWS:
+            return count <= self.most_rows
+        return bool(steps_of(current(), self.window, count, self._device))
 
     def room(self, count: int) -> int:
         """Bytes on the device that a `product` with so many rows of x takes meanwhile."""

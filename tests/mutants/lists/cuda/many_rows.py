@@ -123,9 +123,9 @@ MUTANTS = (
     mutant(
         "decoded-rows-are-multiplied",
         "cuda/window_products.py",
-        "return count <= self.most_rows or bool(steps_of(current(), self.window, count, self._device))",
-        "return count <= 2 * MOST_ROWS or bool(steps_of(current(), self.window, count, self._device))",
-        "forward passes fail where a matrix is decoded",
+        "            return count <= self.most_rows\n",
+        "            return True\n",
+        "GPUs without `wgmma` multiply 128 rows, 16 at a time, where decoding is faster",
         _TESTS,
     ),
 )
