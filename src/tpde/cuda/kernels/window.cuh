@@ -209,8 +209,9 @@ __device__ __forceinline__ void octet(u32 codes, u32 window, u32 low, u32 high, 
   w[3] = __byte_perm(high, b, 0x7362) + add;
 }
 
-__device__ __forceinline__ u32 code_word(const Chunk& c, u32 i) {
-  const uint4& v = c.codes[i / 4];
+// A word of those that a lane loaded by fours.
+__device__ __forceinline__ u32 word_of(const uint4* loaded, u32 i) {
+  const uint4& v = loaded[i / 4];
   return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
 }
 
@@ -232,7 +233,7 @@ __device__ __forceinline__ void tile_of(u32 j, u32 x, u32 y, u32 z, uint4 low, c
 __device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const uint2* escapes, u32* w) {
   const u32 k = j / 2 * 3;
   escapes += 64 * j;
-  tile_of(j, code_word(c, k), code_word(c, k + 1), code_word(c, k + 2), c.low[j], r, escapes[0], escapes[32], w);
+  tile_of(j, word_of(c.codes, k), word_of(c.codes, k + 1), word_of(c.codes, k + 2), c.low[j], r, escapes[0], escapes[32], w);
 }
 
 // ---- sums, 9 ----

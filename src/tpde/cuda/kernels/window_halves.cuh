@@ -11,9 +11,9 @@
 
 // ---- x ----
 
-// Write x in pieces, NB rows after the others, with zeros for rows and columns that are not there. A thread takes eight columns of a row, an octet q
-// of four: wgmma takes elements 0 to 3 as columns 2q, 2q + 1, 2q + 8, 2q + 9 of a product, 4 to 7 as those of the next one
-// (windows.md 2.2).
+// Write x in pieces, NB rows after the others, with zeros for rows and columns that are not there. A thread takes eight
+// columns of a row, an octet q of four: wgmma takes elements 0 to 3 as columns 2q, 2q + 1, 2q + 8, 2q + 9 of a product, 4 to
+// 7 as those of the next one (windows.md 2.2).
 extern "C" __global__ void __launch_bounds__(ARRANGERS)
 arrange(const u16* x, u64 x_stride, u32 n, u32 columns, u8* to) {
   follow_early();  // the next kernel's first weights come while this one waits: 2 us less a product
@@ -60,6 +60,17 @@ __device__ __forceinline__ void for_more(const Matrix& m, const Entries& e, u32 
   for (u32 i = lane + 64; i < e.count; i += 32) take(__ldg((const u16*)m.entries + e.at + i));
 }
 
+// Have the entries of half a chunk put, or wiped.
+__device__ __forceinline__ void put_entries(u8* plane, const Matrix& m, const Entries& e, const Put& a, const Put& b, u32 half, u32 lane) {
+  put_half(plane, a, half), put_half(plane, b, half);
+  if (e.count > 64) for_more(m, e, lane, [&](u32 entry) { put_half(plane, put_of(m, entry, true), half); });
+}
+
+__device__ __forceinline__ void wipe_entries(u8* plane, const Matrix& m, const Entries& e, const Put& a, const Put& b, u32 half, u32 lane) {
+  wipe_half(plane, a, half), wipe_half(plane, b, half);
+  if (e.count > 64) for_more(m, e, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
+}
+
 // A lane's four code words from the one numbered k on, and its low bytes of tile j, of a chunk of so many pairs: without
 // branches, which would have products wait for each other. Words of columns beyond them are as padding is, finite numbers.
 __device__ __forceinline__ uint4 take_codes(const u8* from, u32 pairs, u32 k, u32 lane) {
@@ -104,4 +115,29 @@ struct Place {
 
 __device__ __forceinline__ Place place_of(const Matrix& m, u32 stripe, u32 chunk) {
   return {body_of(m, stripe, chunk), pairs_of(m, chunk)};
+}
+
+// What a lane has of a pair of tiles, but its codes: low bytes, and what is XORed to high ones.
+struct Pair {
+  uint4 low[2];
+  uint2 escapes[4];
+};
+
+__device__ __forceinline__ void take_pair(Pair& v, const u8* from, u32 pairs, const u8* plane, u32 p, u32 lane) {
+  const uint2* const escapes = (const uint2*)plane + lane;
+#pragma unroll
+  for (u32 t = 0; t < 2; t++) v.low[t] = take_low(from, pairs, 2 * p + t, lane);
+#pragma unroll
+  for (u32 t = 0; t < 4; t++) v.escapes[t] = escapes[128 * (p % 2) + 32 * t];
+}
+
+// The words of tile t of pair p.
+__device__ __forceinline__ void words_of(const uint4* codes, const Pair& v, const Rows& r, u32 p, u32 t, u32* w) {
+  tile_of(t, word_of(codes, 3 * p), word_of(codes, 3 * p + 1), word_of(codes, 3 * p + 2), v.low[t], r, v.escapes[2 * t], v.escapes[2 * t + 1], w);
+}
+
+// Begin the products of a tile's words, and of its part of a piece of x.
+__device__ __forceinline__ void multiply_tile(float* sum, const u32* w, u64 piece, u32 t) {
+  wgmma<NB>(sum, w[0], w[4], w[1], w[5], piece + (4 * t * X_STEP >> 4));
+  wgmma<NB>(sum, w[2], w[6], w[3], w[7], piece + ((4 * t + 2) * X_STEP >> 4));
 }

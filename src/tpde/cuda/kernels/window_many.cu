@@ -39,17 +39,6 @@ __device__ __forceinline__ void fetch_half(u32 to, const Place& p, u32 half, u32
     if (!TAIL || 512 * i + 16 * lane < low) copy_16(to + at + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
 }
 
-// Have the entries of half a chunk put, or wiped.
-__device__ __forceinline__ void put_entries(u8* plane, const Matrix& m, const Entries& e, const Put& a, const Put& b, u32 half, u32 lane) {
-  put_half(plane, a, half), put_half(plane, b, half);
-  if (e.count > 64) for_more(m, e, lane, [&](u32 entry) { put_half(plane, put_of(m, entry, true), half); });
-}
-
-__device__ __forceinline__ void wipe_entries(u8* plane, const Matrix& m, const Entries& e, const Put& a, const Put& b, u32 half, u32 lane) {
-  wipe_half(plane, a, half), wipe_half(plane, b, half);
-  if (e.count > 64) for_more(m, e, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
-}
-
 // Two sums of a row of the matrix, as they are stored.
 __device__ __forceinline__ u32 two_ended(float a, float b, float bias, bool add) {
   return rounded(add ? a + bias : a) | (u32)rounded(add ? b + bias : b) << 16;
@@ -144,10 +133,9 @@ many_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       const bool more = i + 1 < m.chunks;
       const u32 then_tile = more ? tile : tile + step, then = more ? i + 1 : 0;
       uint4 codes[3] = {};
-      const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const uint2* const escapes = (const uint2*)(planes + half * HALF_PLANE) + lane;
+        u8* const plane = planes + half * HALF_PLANE;
         wait_for_copies<1>();
         __syncwarp();  // this half's entries are put, and what other lanes copied has come
         if (half == 0)
@@ -156,22 +144,15 @@ many_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll
         for (u32 p = 2 * half; p < 2 * half + 2; p++) {
           const u64 at = x_there + (stage * X_PIECE >> 4);
-          uint4 low[2];
-          uint2 e[4];
-#pragma unroll
-          for (u32 t = 0; t < 2; t++) low[t] = take_low(held, pairs, 2 * p + t, lane);
-#pragma unroll
-          for (u32 t = 0; t < 4; t++) e[t] = escapes[128 * (p - 2 * half) + 32 * t];
+          Pair pair;
+          take_pair(pair, held, pairs, plane, p, lane);
           u32 w[2][8];
 #pragma unroll
-          for (u32 t = 0; t < 2; t++) tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), low[t], r, e[2 * t], e[2 * t + 1], w[t]);
+          for (u32 t = 0; t < 2; t++) words_of(codes, pair, r, p, t, w[t]);
           wait_on(filled + 8 * stage, parity);
           registers_are_set();
 #pragma unroll
-          for (u32 t = 0; t < 2; t++) {
-            wgmma<NB>(sum, w[t][0], w[t][4], w[t][1], w[t][5], at + (4 * t * X_STEP >> 4));
-            wgmma<NB>(sum, w[t][2], w[t][6], w[t][3], w[t][7], at + ((4 * t + 2) * X_STEP >> 4));
-          }
+          for (u32 t = 0; t < 2; t++) multiply_tile(sum, w[t], at, t);
           commit();
           if (p == 0) put_entries(planes + HALF_PLANE, m, now, a, b, 1, lane);
           if (p == 2) {
@@ -185,7 +166,7 @@ many_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
         __syncwarp();  // the next chunk comes where this one was read
         if (then_tile < tiles) fetch_half(to, place_of(m, stripe_of(then_tile), then), half, lane);
         close_copies();
-        wipe_entries(planes + half * HALF_PLANE, m, now, a, b, half, lane);
+        wipe_entries(plane, m, now, a, b, half, lane);
       }
       now = coming;
       a = put_of(m, now.first, lane < now.count), b = put_of(m, now.second, lane + 32 < now.count);

@@ -146,7 +146,6 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     __syncthreads();
     arrive();
     wait_for_cluster();
-    const uint2* const escapes = (const uint2*)plane + lane;
     const u64 x_there = descriptor(shared_address(xs), X_STEP);
     u32 parities = 0, stage = 0;  // a bit for each half of a chunk, and for x
     // Of the last stage: all products of it have ended.
@@ -180,12 +179,10 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
           const bool more = i + 1 < count, same = more || h + 1 < EACH;
           const u32 then_turn = same ? turn : turn + GROUPS, then = more ? chunk_of(h, i + 1) : chunk_of((h + 1) % EACH, 0);
           uint4 codes[3] = {};
-          const auto code = [&](u32 k) { return k % 4 == 0 ? codes[k / 4].x : k % 4 == 1 ? codes[k / 4].y : k % 4 == 2 ? codes[k / 4].z : codes[k / 4].w; };
 #pragma unroll
           for (u32 half = 0; half < 2; half++) {
             // The plane is XORed with the entries of half a chunk.
-            put_half(plane, a, half), put_half(plane, b, half);
-            if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { put_half(plane, put_of(m, entry, true), half); });
+            put_entries(plane, m, now, a, b, half, lane);
             __syncwarp();
             if (half == 0 || pairs > 2) {
               wait_on(come + 8 * half, parities >> half & 1);
@@ -197,20 +194,15 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
 #pragma unroll
             for (u32 p = 2 * half; p < 2 * half + 2; p++) {
               const u64 at = x_there + (stage * X_PIECE >> 4);
-              uint4 low[2];
-              uint2 e[4];
-#pragma unroll
-              for (u32 t = 0; t < 2; t++) low[t] = take_low(held, pairs, 2 * p + t, lane);
-#pragma unroll
-              for (u32 t = 0; t < 4; t++) e[t] = escapes[128 * (p - 2 * half) + 32 * t];
+              Pair pair;
+              take_pair(pair, held, pairs, plane, p, lane);
 #pragma unroll
               for (u32 t = 0; t < 2; t++) {
                 u32 w[8];
-                tile_of(t, code(3 * p), code(3 * p + 1), code(3 * p + 2), low[t], r, e[2 * t], e[2 * t + 1], w);
+                words_of(codes, pair, r, p, t, w);
                 if (t == 0) wait_on(filled + 8 * stage, parities >> 2);
                 registers_are_set();
-                wgmma<NB>(sum[h], w[0], w[4], w[1], w[5], at + (4 * t * X_STEP >> 4));
-                wgmma<NB>(sum[h], w[2], w[6], w[3], w[7], at + ((4 * t + 2) * X_STEP >> 4));
+                multiply_tile(sum[h], w, at, t);
                 commit();
                 wait_for_products<1>();  // those of the tile before have ended
                 if (t == 0 && h + i + p) leave();
@@ -219,8 +211,7 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
             }
             leave_to_copies();  // the next chunk comes where this one was read
             if (then_turn < turns) bring_half(shared_address(held), come + 8 * half, place_of(m, stripe_of(then_turn), then), half, lane);
-            wipe_half(plane, a, half), wipe_half(plane, b, half);
-            if (now.count > 64) for_more(m, now, lane, [&](u32 entry) { wipe_half(plane, {entry & 4095, 0}, half); });
+            wipe_entries(plane, m, now, a, b, half, lane);
             __syncwarp();
           }
         }

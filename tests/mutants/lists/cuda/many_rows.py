@@ -51,8 +51,8 @@ MUTANTS = (
     mutant(
         "many-rows-with-escapes-of-others",
         _KERNEL,
-        "wipe_entries(planes + half * HALF_PLANE, m, now, a, b, half, lane);",
-        "if (half) wipe_entries(planes + half * HALF_PLANE, m, now, a, b, half, lane);",
+        "wipe_entries(plane, m, now, a, b, half, lane);",
+        "if (half) wipe_entries(plane, m, now, a, b, half, lane);",
         "escapes stay for the chunks that follow",
         _TESTS,
     ),

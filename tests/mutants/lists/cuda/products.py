@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     mutant(
         "wide-products-with-escapes-of-before",
-        "cuda/kernels/window_wide.cu",
+        "cuda/kernels/window_halves.cuh",
         "wipe_half(plane, a, half), wipe_half(plane, b, half);",
         "wipe_half(plane, b, half);",
         "escapes of a chunk change words of the next one",
