@@ -9,8 +9,7 @@ import pytest
 from support.gpu import needs_cuda, torch
 
 from tpde.cuda.backend import current
-from tpde.cuda.many_rows import MOST, how_many, room_of
-from tpde.cuda.window_launches import launch_of_many, steps_by
+from tpde.cuda.many_rows import MOST, how_many, many_way, room_of
 from tpde.cuda.window_products import DeviceWindow
 from tpde.nn import pack_module, set_kernels
 from tpde.weights import windowing
@@ -53,7 +52,7 @@ class Held:
         stride = stride or rows
         room = torch.empty(room_of(self._window, len(x)), dtype=torch.uint8, device="cuda")
         y = torch.full((offset + (len(x) + 1) * stride,), 7, dtype=torch.bfloat16, device="cuda")
-        self.device._products[len(x)] = steps_by(launch_of_many(current(), self._window, len(x), 0), len(x))
+        self.device.choose(len(x), many_way(self._window, len(x)))
         self.device.product(
             taken.data_ptr(),
             taken.stride(0),

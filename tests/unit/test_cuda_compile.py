@@ -297,8 +297,9 @@ def test_launches(machine: Machine) -> None:
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (5, 5)])
 def test_a_thread_without_a_context_gets_the_devices(machine: Machine, before: int, after: int) -> None:
     """As PyTorch's for backward passes, when a packed layer's is the first launch there."""
-    start = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 3).launch(3, 64, 1000)
-    for go in (start.bind(0), lambda: start(0)):
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 3)
+    start = made.launch(3, 64, 1000)
+    for go in (start.bind(0), lambda: start(0), lambda: made.clusters_at_once(8, 64, 1000)):
         machine.current, thread = before, threading.Thread(target=lambda go=go: (go(), go()))
         thread.start()
         thread.join()

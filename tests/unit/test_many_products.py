@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from support.backends import MadeBackend, MadeKernel
 from support.emulated_products import Made
-from support.window_products import H200, there
+from support.window_products import H200, Launches, there
 
 from tpde.codec import windows
 from tpde.codec.windows import sections
@@ -118,34 +117,22 @@ def test_blocks() -> None:
     assert blocks_of(H100, sections(100, 4096), 257) == 2
 
 
-class Launches(list[tuple[Any, ...]]):
-    """What would have been launched on an H100."""
-
-    def __init__(self, launch_on: Any) -> None:
-        super().__init__()
-        launch_on(
-            MadeBackend(lambda _, name, *__, **___: MadeKernel(functools.partial(self._make, name), 15), H100)
-        )
-
-    def _make(self, name: str, grid: int, *given: Any, **more: Any) -> Any:
-        return lambda *arguments: self.append((name, grid, *map(int, arguments)))
-
-
 def test_one_launch(launch_on: Any) -> None:
-    found = Launches(launch_on)
+    found = Launches(launch_on, (9, 0))
     made = there(sections(28672, 4096))
     assert made.takes(300)
     assert made.room(300) == 2 * 16 * 256 * 512
     made.product(32, 4096, 300, 48, 30000, 77, 5, 4112)
-    assert [(it[:2], it[2], it[-5:]) for it in found] == [
-        (("arrange", 1024), 5, (32, 4096, 300, 4096, 4112)),
-        (("many_product", 132), 5, (4112, 300, 48, 30000, 77)),
+    assert [(it[:2], it[-5:]) for it in found] == [
+        (("arrange", 5), (32, 4096, 300, 4096, 4112)),
+        (("many_product", 5), (4112, 300, 48, 30000, 77)),
     ]
+    assert [it[:2] for it in found.made] == [("many_product", 132), ("arrange", 1024)]
 
 
 @pytest.mark.parametrize("count", [161, 256])
 def test_two_launches(launch_on: Any, count: int) -> None:
-    found = Launches(launch_on)
+    found = Launches(launch_on, (9, 0))
     made = there(sections(4096, 4096))
     assert made.room(count) == 16 * 128 * 512
     made.product(32, 4096, count, 48, 5000, 77, 5, 4112)
@@ -156,8 +143,18 @@ def test_two_launches(launch_on: Any, count: int) -> None:
     assert [(it[0], *it[-5:]) for it in found] == needed
 
 
+def test_where_no_cluster_has_room_matrices_are_decoded(launch_on: Any) -> None:
+    """As on a part of a device: two launches would be sixteen."""
+    found = Launches(launch_on, (9, 0), clusters=0)
+    made = there(sections(4096, 4096))
+    assert [made.takes(count) for count in (128, 129, 200, 256)] == [True, False, False, False]
+    made.choose(200, many_way(made.window, 200))  # in one launch all the same
+    made.product(32, 4096, 200, 48, 5000, 77, 5, 4112)
+    assert [it[0] for it in found] == ["arrange", "many_product"]
+
+
 def test_what_is_decoded(launch_on: Any) -> None:
-    Launches(launch_on)
+    Launches(launch_on, (9, 0))
     made = there(sections(3072, 2048))
     assert made.takes(128)
     assert not made.takes(256)

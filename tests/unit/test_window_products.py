@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
-from support.backends import MadeBackend, MadeKernel
-from support.window_products import ADA, AMPERE, H200, there
+from support.window_products import ADA, AMPERE, H200, Launches, there
 
 from tpde.codec.windows import sections
-from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_experts import DeviceExperts
 from tpde.errors import UnsupportedDevice
-
-
-class Launches(list[tuple[Any, ...]]):
-    """What would have been launched on an H200, and how."""
-
-    def __init__(
-        self, launch_on: Any, capability: tuple[int, int], clusters: int = 15, shared: int = H200
-    ) -> None:
-        super().__init__()
-        self.made: list[tuple[Any, ...]] = []
-        self._clusters = clusters
-        launch_on(MadeBackend(self._kernel, DeviceFacts("GPU", capability, 132, shared)))
-
-    def _kernel(self, source: str, name: str, *_: Any, **__: Any) -> MadeKernel:
-        return MadeKernel(functools.partial(self._make, name), self._clusters)
-
-    def _make(self, *given: Any, **more: Any) -> Any:
-        self.made.append((*given, more))
-        return lambda *arguments: self.append((given[0], *map(int, arguments)))
 
 
 @pytest.mark.parametrize(("shared", "blocks"), [(H200, 2), (AMPERE, 1), (ADA, 1)])

@@ -188,6 +188,7 @@ class _CudaKernel:
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
+        self._enter()
         return int(self._made.occupancy.max_active_clusters(config, stream=self._stream(0)))
 
 

@@ -13,6 +13,8 @@ from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way
 from tpde.cuda.product_ways import KERNELS, MOST_ROWS, PARTS, TOGETHER, WARPS, Product, ways_of
 from tpde.cuda.tuning import table_of
 
+# For 128 rows of x: with more, by a part of a device that runs no cluster, decoding is faster.
+_MOST_LAUNCHES = 2
 _ARRANGERS, _BESIDE = 256, 8  # threads of a block of `arrange`, and blocks of a multiprocessor at most
 
 
@@ -67,39 +69,34 @@ def _steps(
         return steps_by(next(it for it in made if it is not None), count)
     how = how_many(backend.facts(device), window, count)
     if how == "many":
-        return steps_by(launch_of_many(backend, window, count, device), count)
+        launch = launch_of(backend, window, many_way(window, count), device)
+        assert launch is not None  # it has no clusters
+        return steps_by(launch, count)
     if how == "parts":
-        left = count - MOST_ROWS
-        last = steps_of(backend, window, left, device)[0].launch
-        return (*steps_of(backend, window, MOST_ROWS, device), *steps_by(last, left, MOST_ROWS))
+        first, left = steps_of(backend, window, MOST_ROWS, device), count - MOST_ROWS
+        if len(first) <= _MOST_LAUNCHES:
+            last = steps_of(backend, window, left, device)[0].launch
+            return (*first, *steps_by(last, left, MOST_ROWS))
     return ()
 
 
 def launch_of(backend: Backend, window: Window, how: Product, device: int) -> ProductLaunch | None:
     """The launch; None if the device never runs a cluster of it at a time, as a part of one may not."""
     kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.own)
-    have, stripes = backend.facts(device), window.stripes
-    early = have.capability >= (9, 0)  # kernels start while those before them end
+    have, stripes, more = backend.facts(device), window.stripes, dict[str, int]()
     if how.grouped:
-        threads = 32 * how.warps
-        most = kernel.clusters_at_once(how.cluster, threads, how.shared)
-        grid = how.cluster * min(most, -(-stripes // TOGETHER))
+        most = kernel.clusters_at_once(how.cluster, 32 * how.warps, how.shared)
+        grid, more = how.cluster * min(most, -(-stripes // TOGETHER)), {"cluster": how.cluster}
         if not grid:
             return None
-        launch = kernel.launch(grid, threads, how.shared, cluster=how.cluster, early=early)
-        return ProductLaunch(how.rows, launch, _arrange(backend, window, how, device), how.room)
-    beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-    grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
-    return ProductLaunch(how.rows, kernel.launch(grid, 32 * how.warps, how.shared, early=early))
-
-
-def launch_of_many(backend: Backend, window: Window, count: int, device: int) -> ProductLaunch:
-    """That of `many_product`."""
-    how = many_way(window, count)
-    kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.own)
-    grid = blocks_of(backend.facts(device), window, count)
-    launch = kernel.launch(grid, 32 * how.warps, how.shared, early=True)
-    return ProductLaunch(count, launch, _arrange(backend, window, how, device), how.room)
+    elif how.room:
+        grid = blocks_of(have, window, how.rows)
+    else:
+        beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+        grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
+    early = have.capability >= (9, 0)  # kernels start while those before them end
+    launch = kernel.launch(grid, 32 * how.warps, how.shared, early=early, **more)
+    return ProductLaunch(how.rows, launch, _arrange(backend, window, how, device), how.room)
 
 
 def _arrange(backend: Backend, window: Window, how: Product, device: int) -> KernelLaunch | None:

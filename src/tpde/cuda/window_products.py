@@ -25,7 +25,7 @@ from tpde.cuda.product_ways import (
     matrix_defines,
     most_rows_of,
 )
-from tpde.cuda.window_launches import ProductStep, launch_of, launch_of_many, steps_by, steps_of, tuned_ways
+from tpde.cuda.window_launches import ProductStep, launch_of, steps_by, steps_of, tuned_ways
 from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
@@ -89,7 +89,7 @@ class DeviceWindow:
         for count in range(1, self.most_rows + 1):
             self._steps(count)
         if self.most_rows == MOST_ROWS:
-            launch_of_many(current(), window, MOST_ROWS + 1, self._device)
+            launch_of(current(), window, many_way(window, MOST_ROWS + 1), self._device)
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
@@ -184,7 +184,7 @@ class DeviceWindow:
             Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
             many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
-            How many rows x has. More than 8 may take several launches.
+            How many rows x has, as many as `takes` says. More than 8 may take several launches.
         y, y_stride : int
             Address of room for as many rows, and how many words they are apart.
         bias : int
@@ -200,7 +200,7 @@ class DeviceWindow:
         Raises
         ------
         ValueError
-            If x or the room does not lie as it must, or x has other rows.
+            If x or the room does not lie as it must, or a matrix is decoded for so many rows.
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")

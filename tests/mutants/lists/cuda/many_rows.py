@@ -113,6 +113,22 @@ MUTANTS = (
         _TESTS,
     ),
     mutant(
+        "many-small-launches",
+        "cuda/window_launches.py",
+        "        if len(first) <= _MOST_LAUNCHES:",
+        "        if first:",
+        "a part of a device multiplies 256 rows of x by sixteen launches",
+        _TESTS,
+    ),
+    mutant(
+        "clusters-asked-for-without-a-context",
+        "cuda/backend.py",
+        "        self._enter()\n        return int(",
+        "        return int(",
+        "backward passes fail whose first product is of a matrix that was not prepared",
+        "unit/test_cuda_compile.py",
+    ),
+    mutant(
         "rows-of-x-left-out",
         "cuda/window_launches.py",
         "steps_by(last, left, MOST_ROWS))",
