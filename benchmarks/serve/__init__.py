@@ -14,7 +14,7 @@ processes choose otherwise, and requests wait for each other, so that batches ar
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
 takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-invariant tpde` also shows how
-much plain weights' differs by vLLM's batch-invariant kernels.
+much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU.
 """
 
 from __future__ import annotations
