@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define TPDE_ABI 6          /* raised with every change of this header */
+#define TPDE_ABI 7          /* raised with every change of this header */
 #define TPDE_LANES 32       /* format.md 5.1 */
 #define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
 #define TPDE_MAX_TABLES 16  /* format.md 7 */
@@ -296,6 +296,21 @@ TPDE_API int tpde_window_cut(const uint8_t *blob, uint64_t bytes, uint64_t first
  * tables, and let other threads map memory meanwhile. Returns 0, or what madvise(2) says: EFAULT where a file has
  * become shorter or cannot be read, others where the system does not know how. */
 TPDE_API int tpde_populate(void *address, uint64_t bytes);
+
+/* A kernel with a grid of its own, for the CUDA driver. */
+typedef struct tpde_launch {
+  uint64_t driver;     /* address of its cuLaunchKernelEx */
+  uint64_t kernel;     /* a CUkernel or CUfunction */
+  uint32_t grid;       /* blocks */
+  uint32_t block;      /* threads of each */
+  uint32_t shared;     /* bytes of dynamic shared memory */
+  uint32_t cluster;    /* blocks of a cluster; the grid is a multiple of it */
+  uint32_t early;      /* whether it may start while the kernel before it ends */
+} tpde_launch;
+
+/* Launch it on a stream, 0 for the legacy default one, with up to 32 integers as parameters: 8 bytes for each, of which
+ * a kernel takes as many as it has declared. Returns what the driver does, or -1 if there are more. */
+TPDE_API int tpde_launch_start(const tpde_launch *launch, uint64_t stream, const uint8_t *values, uint64_t bytes);
 
 #ifdef __cplusplus
 }

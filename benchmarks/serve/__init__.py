@@ -53,6 +53,11 @@ COMPARING = {
 _packing = threading.Lock()
 
 
+def _loading(server: Server | Engine | Latency) -> str:
+    """Seconds, as vLLM says."""
+    return str(server.log.figure(r"Model loading took .* and ([\d.]+) seconds"))
+
+
 def measure(way: str, server: Server | Engine | Latency, model: Path, options: argparse.Namespace) -> Row:
     """What a way does with each number of requests at a time."""
     lengths = options.prompt, options.tokens
@@ -70,7 +75,7 @@ def measure(way: str, server: Server | Engine | Latency, model: Path, options: a
         found["text"] = server.perplexity(options.perplexity)
     found |= {
         "kv": server.log.figure(r"KV cache size: ([\d,]+) tokens"),
-        "read": server.log.figure(r"Model loading took .* and ([\d.]+) seconds"),
+        "read": _loading(server),
         "weights": server.log.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
     }
     if found["weights"] == "-":
@@ -102,6 +107,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--invariant", action="store_true", help="results that depend on no batch: `VLLM_BATCH_INVARIANT=1`"
     )
     parser.add_argument("--perplexity", type=Path, help="measure that of this text and no speed, offline")
+    parser.add_argument(
+        "--again", action="store_true", help="start each way once more, with kernels compiled, and load"
+    )
     tuned.option(parser)
     parser.add_argument("--serve", default="", help="more options of vLLM: `--serve='--enforce-eager'`")
 
@@ -180,7 +188,12 @@ def served(
         given += ["--compilation-config", json.dumps(COMPARING)]
         environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # batches begin when all is asked
     with contextlib.closing(kind(model, given, log, environment)) as server:
-        return measure(way, server, model, options)
+        found = measure(way, server, model, options)
+    if options.again:
+        note(f"{way}: starts again")
+        with contextlib.closing(kind(model, given, log.with_suffix(".again.log"), environment)) as server:
+            found["again"] = _loading(server)
+    return found
 
 
 def check(options: argparse.Namespace) -> None:

@@ -32,12 +32,14 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
             WAYS[way].title,
             row.get("problem") or row["start"],
             row.get("read", ""),
+            row.get("again", "-"),
             row.get("weights", ""),
             row.get("kv", ""),
         ]
         for way, row in rows.items()
     ]
-    page.table(["way", "start, s", "of which loading, s", "weights", "KV cache, tokens"], first)
+    heads = ["way", "start, s", "of which loading, s", "once more, s", "weights", "KV cache, tokens"]
+    page.table(heads, first)
     if not concurrent:
         return
     page.say(f"Prompts of {lengths[0]} tokens, {lengths[1]} are generated.")
@@ -110,9 +112,10 @@ def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 
         return
     first = _of(ours, plain, min(concurrent), "median_ttft_ms")
     reading = [
-        (f"loading, {WAYS[way].title}, of bf16's time", _reading(rows[way], plain), bar)
+        (f"loading, {WAYS[way].title}{which}, of bf16's time", _reading(rows[way], plain, key), bar)
+        for key, which in (("read", ""), ("again", ", once more"))
         for way, bar in LOAD_BARS.items()
-        if way in rows
+        if key in rows.get(way, {})
     ]
     page.limits([("the first token, of bf16's time", first, FIRST_BAR), *reading], least=False)
 
@@ -122,6 +125,6 @@ def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
     return None if found is None or base is None else float(found / base)
 
 
-def _reading(ours: Row, plain: Row) -> float | None:
-    taken = [it.get("read", "-") for it in (ours, plain)]
+def _reading(ours: Row, plain: Row, key: str) -> float | None:
+    taken = [it.get(key, "-") for it in (ours, plain)]
     return None if "-" in taken else float(taken[0]) / float(taken[1])

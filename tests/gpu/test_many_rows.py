@@ -50,9 +50,11 @@ class Held:
         rows, columns = self.plain.shape
         taken = torch.nn.functional.pad(x, (0, -columns % 8))
         stride = stride or rows
-        room = torch.empty(room_of(self._window, len(x)), dtype=torch.uint8, device="cuda")
+        room = torch.empty(
+            room_of(current().facts(0), self._window, len(x)), dtype=torch.uint8, device="cuda"
+        )
         y = torch.full((offset + (len(x) + 1) * stride,), 7, dtype=torch.bfloat16, device="cuda")
-        self.device.choose(len(x), many_way(self._window, len(x)))
+        self.device.choose(len(x), many_way(current().facts(0), self._window, len(x)))
         self.device.product(
             taken.data_ptr(),
             taken.stride(0),

@@ -81,6 +81,7 @@ static const unsigned long long *meet(unsigned mask, unsigned long long value) {
 }  // namespace fibers
 
 #define __syncthreads() fibers::wait(fibers::here->all, fibers::here->alive)
+#define __threadfence() ((void)0)
 #define __syncwarp() ((void)fibers::meet(0xFFFFFFFFu, 0))
 
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int other) {
@@ -141,6 +142,8 @@ template <class T> void __stcs(T *p, T value) {
   memcpy(p, &value, sizeof value);
 }
 template <class T> T __ldcs(const T *p) { return __ldg(p); }
+template <class T> void __stcg(T *p, T value) { __stcs(p, value); }
+template <class T> T __ldcg(const T *p) { return __ldg(p); }
 template <class T> T atomicAdd(T *p, T value) { T old = *p; *p += value; return old; }
 template <class T> T atomicOr(T *p, T value) { T old = *p; *p |= value; return old; }
 template <class T> T atomicXor(T *p, T value) { T old = *p; *p ^= value; return old; }

@@ -2,116 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import stat
-import sys
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.backends import MadeBackend
+from support.cuda_modules import Code, Machine
 
-from tpde.cuda.backend import CudaBackend, current, launching_on
-from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.compile import Cubins, Nvrtc, cache_directory
+from tpde.codec.native import MOST_PARAMETERS, CoreLaunch, core
+from tpde.cuda.backend import current, launching_on
+from tpde.cuda.compile import Nvrtc, cache_directory
 from tpde.errors import MissingDependency, UnsupportedDevice
 from tpde.io.sinks import FileSink
 
 DEFINES = {"WORD": 2, "CHECK": 1}
-
-
-class Code(int):
-    """A result of NVRTC or the driver."""
-
-    name = "SOME_ERROR"
-
-
-class Machine:
-    """Modules of CUDA that note what they are asked for.
-
-    Attributes
-    ----------
-    compiled : list
-        What was compiled.
-    asked : list
-        What was asked of the driver and of cuda.core, in order.
-    version, driver_version : tuple of int
-        Of NVRTC, and of the driver.
-    text : str
-        Of all kernel files, behind their names.
-    cubins, backend : Cubins, CudaBackend
-        That work with them.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.compiled: list[Any] = []
-        self.text = "text"
-        self.asked: list[Any] = []
-        self.version, self.driver_version, self.current = (13, 1), (13, 0), 5
-        self.during: Any = None  # called while a kernel is compiled
-        self.broken = False  # kernels cannot be loaded
-        core, package = ModuleType("cuda.core"), ModuleType("cuda")
-        core.Device = lambda number: SimpleNamespace(set_current=lambda: self._switch(number))  # type: ignore[attr-defined]
-        core.ObjectCode = SimpleNamespace(from_cubin=self._load)  # type: ignore[attr-defined]
-        core.LEGACY_DEFAULT_STREAM = "legacy"  # type: ignore[attr-defined]
-        core.Stream = SimpleNamespace(from_handle=lambda handle: f"stream {handle}")  # type: ignore[attr-defined]
-        core.LaunchConfig = lambda **named: named  # type: ignore[attr-defined]
-        core.launch = lambda *given: self.asked.append(("launch", *given))  # type: ignore[attr-defined]
-        package.core = core  # type: ignore[attr-defined]
-        patch.setitem(sys.modules, "cuda", package)
-        patch.setitem(sys.modules, "cuda.core", core)
-        self.calls = SimpleNamespace(
-            CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="room"),
-            CUkernel=lambda handle: f"kernel {handle}",
-            cuCtxGetCurrent=lambda: (Code(0), self.current),
-            cuCtxSetCurrent=self._restore,
-            cuKernelSetAttribute=self._attribute,
-        )
-        driver = SimpleNamespace(
-            calls=self.calls,
-            version=lambda: self.driver_version,
-            facts=lambda device: DeviceFacts("card", (8, 6), 84, 99 << 10),
-        )
-        compiler = SimpleNamespace(
-            text=lambda source: f"{source} {self.text}", version=lambda: self.version, cubin=self._compile
-        )
-        self.cubins = Cubins(compiler)
-        self.backend = CudaBackend(driver, compiler)  # type: ignore[arg-type]
-
-    def _compile(self, source: str, defines: Any, arch: str) -> tuple[bytes, str]:
-        self.compiled.append((source, dict(defines), arch))
-        if self.during is not None:
-            self.during()
-        return f"{source} {sorted(defines.items())} {arch}".encode() * 3, ""
-
-    def _switch(self, number: int) -> None:
-        self.current = number
-
-    def _restore(self, context: int) -> tuple[Any, ...]:
-        self.current = context
-        return (Code(0),)
-
-    def _load(self, code: bytes, name: str) -> Any:
-        self.asked.append(("load", code, name, self.current))
-        if self.broken:
-            raise RuntimeError("no kernel image is available")
-        self.loaded = SimpleNamespace(
-            handle=7,
-            attributes=SimpleNamespace(shared_size_bytes=144),
-            occupancy=SimpleNamespace(max_active_clusters=self._clusters),
-        )
-        return SimpleNamespace(get_kernel=lambda name: self.asked.append(name) or self.loaded)
-
-    def _clusters(self, config: Any, stream: Any) -> int:
-        self.asked.append(("occupancy", config, stream))
-        return 15
-
-    def _attribute(self, *given: Any) -> tuple[Any, ...]:
-        self.asked.append(given)
-        return (Code(0),)
 
 
 @pytest.fixture
@@ -280,18 +191,41 @@ def test_launches(machine: Machine) -> None:
     made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0)
     machine.asked.clear()
     start = made.launch(3, 64, 1000)
-    config = {"grid": 3, "block": 64, "shmem_size": 1000}
-    go = start.bind(0, "a", "b")
+    go = start.bind(0, 5, (1 << 32) - 1)
     assert machine.asked == []
     go()
     go()
-    start(77, "c")
-    legacy = ("launch", "legacy", config, machine.loaded, "a", "b")
-    assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, machine.loaded, "c")]
-    made.launch(16, 64, 1000, cluster=8, early=True).bind(0)()
-    early = {"programmatic_stream_serialization": True}
-    in_clusters = {"grid": 2, "cluster": 8, "block": 64, "shmem_size": 1000}
-    assert machine.asked[-1] == ("launch", "legacy", in_clusters | early, machine.loaded)
+    start(77, 6, 1 << 32)
+    of = (3, 1, 1), (64, 1, 1), 1000
+    legacy = (*of, None, [], [5, (1 << 32) - 1])
+    assert machine.asked == [legacy, legacy, (*of, 77, [], [6, 0])]
+    made.launch(16, 64, 1000, cluster=8, early=True).bind(0, 1, 2)()
+    assert machine.asked[-1] == ((16, 1, 1), *of[1:], None, [(6, [1]), (4, [8, 1, 1])], [1, 2])
+    made.launch(16, 64, 1000, early=True)(0, *range(MOST_PARAMETERS))
+    assert machine.asked[-1] == ((16, 1, 1), *of[1:], None, [(6, [1])], [0, 1])
+
+
+@pytest.mark.parametrize("values", [[-1], [1 << 64], [0.5], ["1"]])
+def test_parameters_are_integers(machine: Machine, values: list[Any]) -> None:
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0).launch(3, 64, 1000)
+    machine.asked.clear()
+    with pytest.raises(struct.error):
+        made(0, *values)
+    with pytest.raises(IndexError):
+        made.bind(0, *[0] * (MOST_PARAMETERS + 1))
+    assert machine.asked == []
+
+
+def test_the_core_takes_no_more_parameters_than_it_has_room_for(machine: Machine) -> None:
+    how = CoreLaunch(driver=1, kernel=7, grid=1, block=1)  # nothing at that address would run
+    assert core().tpde_launch_start(ctypes.addressof(how), 0, bytes(264), 264) == -1
+
+
+def test_a_launch_that_fails_names_the_kernel(machine: Machine) -> None:
+    start = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0).launch(3, 64, 1000)
+    machine.refused = 700
+    with pytest.raises(UnsupportedDevice, match=r"launching kernel decode_rows failed: SOME_ERROR \(700\)"):
+        start(0, 1, 2)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (5, 5)])
@@ -299,7 +233,7 @@ def test_a_thread_without_a_context_gets_the_devices(machine: Machine, before: i
     """As PyTorch's for backward passes, when a packed layer's is the first launch there."""
     made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 3)
     start = made.launch(3, 64, 1000)
-    for go in (start.bind(0), lambda: start(0), lambda: made.clusters_at_once(8, 64, 1000)):
+    for go in (start.bind(0, 1, 2), lambda: start(0, 1, 2), lambda: made.clusters_at_once(8, 64, 1000)):
         machine.current, thread = before, threading.Thread(target=lambda go=go: (go(), go()))
         thread.start()
         thread.join()

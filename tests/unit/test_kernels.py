@@ -183,7 +183,7 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
         else set()
     )
     if groups and columns > 384:
-        found["many", ()] = many_rows.many_way(matrix, 1000)
+        found["many", ()] = many_rows.many_way(have, matrix, 1000)
     for how in found.values():
         if how.own or columns < 14336:  # those of others do not depend on how many there are
             log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.own)[1]

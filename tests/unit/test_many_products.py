@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.backends import MadeBackend, MadeKernel
+from support.emulated import CPU
 from support.emulated_products import Made
 from support.window_products import H200, Launches, there
 
@@ -14,7 +15,7 @@ from tpde.codec import windows
 from tpde.codec.windows import sections
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way, room_of
-from tpde.cuda.window_launches import steps_of
+from tpde.cuda.window_launches import NO_STEPS, steps_of
 
 H100 = DeviceFacts("H100", (9, 0), 132, H200)
 
@@ -46,14 +47,21 @@ def one_after_the_other(made: Made) -> Any:
         (335, 512, 300, 2),  # rows of y at multiples of 16 bytes, but for those of the last stripe
         (332, 512, 260, 2),  # rows of y elsewhere
         (300, 600, 257, 1),  # elsewhere; a chunk of two pairs; a block that takes all six tiles
-        (513, 328, 40, 2),  # stripes that are not there
+        (513, 328, 40, 2),  # stripes that are not there; of five tiles, one is cut
+        (513, 600, 300, 3),  # ten tiles, of which four are for three blocks
+        (513, 600, 300, 7),  # seven blocks begin or end some of three
+        (513, 600, 300, 4),  # a third of a round
+        (513, 600, 300, 9),
+        (900, 1100, 40, 5),  # eight tiles, of which three are left: a block ends one and begins another
         (40, 2050, 520, 3),  # a chunk of one pair
         (2100, 256, 6, 2),  # one chunk: a tile's first is the next one of another
     ],
 )
 def test_bits(rows: int, columns: int, count: int, blocks: int) -> None:
     made = Made(rows, columns, count, escapes=columns in (512, 600))
-    found = made.by(many_way(made.window, count), blocks)
+    have = CPU._replace(multiprocessors=blocks)
+    assert blocks_of(have, made.window, count) == blocks
+    found = made.by(many_way(have, made.window, count), blocks)
     assert np.array_equal(found[:-1, :-1], one_after_the_other(made))
     assert (found[-1] == 0x7777).all()
     assert (found[:, -1] == 0x7777).all()
@@ -61,9 +69,9 @@ def test_bits(rows: int, columns: int, count: int, blocks: int) -> None:
 
 def test_other_rows_of_x_change_nothing() -> None:
     made = Made(48, 328, 300, escapes=False)
-    whole = made.by(many_way(made.window, 300), 1)
+    whole = made.by(many_way(CPU, made.window, 300), 1)
     made.x = np.ascontiguousarray(made.x[100:140])
-    assert np.array_equal(made.by(many_way(made.window, 40), 1)[:-1], whole[100:140])
+    assert np.array_equal(made.by(many_way(CPU, made.window, 40), 1)[:-1], whole[100:140])
 
 
 def test_what_an_h100_measured() -> None:
@@ -77,7 +85,7 @@ def test_what_an_h100_measured() -> None:
         *((28672, 4096, count) for count in (136, 256, 512, 1000)),
         (4096, 14336, 1000),
         (4096, 4096, 1000),
-        (6144, 4096, 512),
+        *((6144, 4096, count) for count in (512, 1000)),
     }
     assert {key for key, how in found.items() if how == "parts"} >= {
         *((rows, 4096, count) for rows in (4096, 6144) for count in (136, 256)),
@@ -104,10 +112,10 @@ def test_room_is_no_more_than_decoding_takes() -> None:
         window = sections(rows, columns)
         for count in range(129, MOST + 1, 100):
             if how_many(H100, window, count) == "many":
-                assert room_of(window, count) <= min(64 << 20, 2 * rows * columns)
+                assert room_of(H100, window, count) <= min(80 << 20, 2 * rows * columns)
     assert how_many(H100, sections(8192, 28672), 1000) == "many"
     assert how_many(H100, sections(8192, 28672), 1100) is None
-    assert many_way(sections(4096, 4096), 1000).shared <= H200
+    assert many_way(H100, sections(4096, 4096), 1000).shared <= H200
 
 
 def test_blocks() -> None:
@@ -121,13 +129,14 @@ def test_one_launch(launch_on: Any) -> None:
     found = Launches(launch_on, (9, 0))
     made = there(sections(28672, 4096))
     assert made.takes(300)
-    assert made.room(300) == 2 * 16 * 256 * 512
+    assert made.room(300) == 2 * 16 * 256 * 512 + 8192 + 132 * 131072  # x, flags, sums of a tile each
     made.product(32, 4096, 300, 48, 30000, 77, 5, 4112)
     assert [(it[:2], it[-5:]) for it in found] == [
         (("arrange", 5), (32, 4096, 300, 4096, 4112)),
         (("many_product", 5), (4112, 300, 48, 30000, 77)),
     ]
-    assert [it[:2] for it in found.made] == [("many_product", 132), ("arrange", 1024)]
+    assert [it[:2] for it in found.made] == [("many_product", 132), ("arrange", 1056)]
+    assert made.room(1024) == 4 * 16 * 256 * 512 + 8192  # 104 of 132 blocks have a tile in the last round
 
 
 @pytest.mark.parametrize("count", [161, 256])
@@ -148,7 +157,7 @@ def test_where_no_cluster_has_room_matrices_are_decoded(launch_on: Any) -> None:
     found = Launches(launch_on, (9, 0), clusters=0)
     made = there(sections(4096, 4096))
     assert [made.takes(count) for count in (128, 129, 200, 256)] == [True, False, False, False]
-    made.choose(200, many_way(made.window, 200))  # in one launch all the same
+    made.choose(200, many_way(CPU, made.window, 200))  # in one launch all the same
     made.product(32, 4096, 200, 48, 5000, 77, 5, 4112)
     assert [it[0] for it in found] == ["arrange", "many_product"]
 
@@ -161,4 +170,4 @@ def test_what_is_decoded(launch_on: Any) -> None:
     assert not made.takes(10**9)
     with pytest.raises(ValueError, match="for 256 rows of x a matrix is decoded"):
         made.product(32, 2048, 256, 48, 3072, 0, 5, 4112)
-    assert steps_of(MadeBackend(None, H100), sections(28672, 4096), MOST + 1, 0) == ()  # type: ignore[arg-type]
+    assert steps_of(MadeBackend(None, H100), sections(28672, 4096), MOST + 1, 0) is NO_STEPS  # type: ignore[arg-type]

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError, Truncated, UnsupportedVersion
 from tpde.io.buffers import Buffer
 
-ABI = 6
+ABI = 7
 NO_CHUNK = (1 << 64) - 1
+MOST_PARAMETERS = 32  # of a kernel
 
 _E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM, E_SPACE, _E_MODEL = 2, 3, 4, 5, 6, 7, 8
 _E_WINDOW, _E_TRUNCATED, _E_VERSION = 9, 10, 11
@@ -76,6 +77,20 @@ class CoreWindow(ctypes.Structure):
     ]
 
 
+class CoreLaunch(ctypes.Structure):
+    """`tpde_launch`: a kernel with a grid of its own."""
+
+    _fields_ = [
+        ("driver", ctypes.c_uint64),
+        ("kernel", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("early", ctypes.c_uint32),
+    ]
+
+
 _u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
 _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 _layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(Error)
@@ -114,6 +129,7 @@ _SIGNATURES: dict[str, tuple[type[object] | None, list[type[object]]]] = {
     "tpde_merge": (_int, [_layout, _u8p, _u64, _u64, _ptr]),
     "tpde_checksum": (_u32, [_ptr, _u64]),
     "tpde_populate": (_int, [_ptr, _u64]),
+    "tpde_launch_start": (_int, [_ptr, _u64, ctypes.c_char_p, _u64]),
     "tpde_fingerprint": (None, [_ptr, _u64, _u64, ctypes.POINTER(_u64)]),
     "tpde_delta_plan_new": (_ptr, [_int, _int, _int]),
     "tpde_delta_plan_free": (None, [_ptr]),

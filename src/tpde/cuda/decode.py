@@ -106,8 +106,8 @@ class WorkList:
         return _Ready(
             made.launch(it.grid, block, it.geometry.shared),
             it.begin * DESCRIPTOR_BYTES,
-            (np.uint32(it.items), np.uint64(it.chunks)),
-            (np.uint32(it.geometry.room), np.uint32(it.geometry.table_room), np.uint32(it.geometry.ahead)),
+            (it.items, it.chunks),
+            (it.geometry.room, it.geometry.table_room, it.geometry.ahead),
         )
 
     def prepare(self) -> None:
@@ -140,9 +140,8 @@ class WorkList:
         wanted = (descriptors, status, stream, out, check, base)
         last, launches = self._last
         if wanted != last:
-            places = (np.uint64(base), np.uint64(out), np.uint64(status))
             launches = [
-                start.bind(stream, np.uint64(descriptors + at), *size, *places, *rooms)
+                start.bind(stream, descriptors + at, *size, base, out, status, *rooms)
                 for start, at, size, rooms in self._ready(check)
             ]
             self._last = (wanted, launches)
@@ -191,8 +190,8 @@ class Rows:
         self._warps = min(_ROW_WARPS, self._fit.most)
         self._shared = self._fit.table_room + self._warps * self._fit.room + wanted.slack
         self._made: dict[tuple[int, bool], KernelLaunch] = {}
-        self._sizes = np.uint64(header.spec.shape[0]), np.uint64(self._row_words)
-        self._rest = np.uint32(self._fit.room), np.uint32(self._fit.table_room)
+        self._sizes = header.spec.shape[0], self._row_words
+        self._rest = self._fit.room, self._fit.table_room
 
     def launch(
         self, descriptors: int, status: int, stream: int, ids: int, count: int, out: int, check: bool = False
@@ -208,16 +207,7 @@ class Rows:
         blocks = -(-count * self._per_row // self._warps)
         grid = min(blocks, self._most)
         start = self._made.get((grid, check)) or self._make(grid, check)
-        which = np.uint64(ids), np.uint64(count), np.uint64(self._per_row)
-        start.bind(
-            stream,
-            np.uint64(descriptors),
-            *self._sizes,
-            *which,
-            np.uint64(out),
-            np.uint64(status),
-            *self._rest,
-        )()
+        start(stream, descriptors, *self._sizes, ids, count, self._per_row, out, status, *self._rest)
 
     def _make(self, grid: int, check: bool) -> KernelLaunch:
         """What launches so many blocks: kept, and of no more numbers than a device has places for blocks."""

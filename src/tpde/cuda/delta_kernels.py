@@ -123,7 +123,7 @@ class DeltaBatch:
 
     def _launch(self, name: str, stream: int, *addresses: int) -> None:
         if self.chunks:
-            self.prepare(name).launch(self.chunks, THREADS, 0)(stream, *map(np.uint64, addresses))
+            self.prepare(name).launch(self.chunks, THREADS, 0)(stream, *addresses)
 
     def survey(self, items: int, whose: int, model: int, sums: int, totals: int, stream: int) -> None:
         """Add up fingerprints of bases, and count the words of each class.
@@ -245,7 +245,7 @@ class DeltaBatch:
         """
         addresses = items, whose, model, totals, *lists, *data, *found, good, bad, self.chunks
         kernel, blocks = self.prepare("decode"), -(-self.chunks // _READERS)
-        kernel.launch(blocks, _READERS, 0)(stream, *map(np.uint64, addresses))
+        kernel.launch(blocks, _READERS, 0)(stream, *addresses)
 
     def locate(
         self,

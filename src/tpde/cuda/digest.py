@@ -78,7 +78,7 @@ class Digests:
 
     def _launch(self, name: str, blocks: int, threads: int, stream: int, *given: int) -> None:
         kernel = current().kernel(SOURCE, name, {}, self._device)
-        kernel.launch(blocks, threads, 0)(stream, *map(np.uint64, given))
+        kernel.launch(blocks, threads, 0)(stream, *given)
 
     def sums(self, scratch: int, stream: int) -> None:
         """Read the tensors: a launch for each.

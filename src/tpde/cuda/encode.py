@@ -160,7 +160,7 @@ class PackEncoder:
     def _launch(self, name: str, defines: dict[str, int], blocks: int, threads: int, *given: int) -> None:
         *arguments, stream = given
         kernel = current().kernel(SOURCE, name, defines, self._device)
-        kernel.launch(blocks, threads, 0)(stream, *map(np.uint64, arguments))
+        kernel.launch(blocks, threads, 0)(stream, *arguments)
 
     def gather(self, to: int, stream: int) -> None:
         """Collect the sample.

@@ -108,7 +108,7 @@ class WindowEncoder:
         matrix = self.matrix
         given = matrix.at, matrix.stride, matrix.rows, matrix.columns, *arguments
         kernel = current().kernel(SOURCE, name, {}, self._device)
-        kernel.launch(blocks, _THREADS, 0)(stream, *map(np.uint64, given))
+        kernel.launch(blocks, _THREADS, 0)(stream, *given)
 
     def plan(self, scratch: int, stream: int) -> None:
         """Choose the windows of rows, and count their escapes (windows.md 6.1).

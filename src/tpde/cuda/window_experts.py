@@ -82,7 +82,7 @@ class DeviceExperts:
             row[:4] = [at + it for it in places]
             row[4:6] = np.frombuffer(window.table, "<u8")
             row[6] = bool(window.flags & FLAG_ZERO)
-        self._shape = np.uint32(self.rows), np.uint32(self.columns)
+        self._shape = self.rows, self.columns
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -121,14 +121,14 @@ class DeviceExperts:
             some = min(step, count - at)
             self._decoding(
                 stream,
-                np.uint64(self.table_at),
-                np.uint32(self.parts),
+                self.table_at,
+                self.parts,
                 *self._shape,
-                np.uint64(numbers + 4 * at if numbers else 0),
-                np.uint32(first + at),
-                np.uint32(some),
-                np.uint64(out),
-                np.uint32(self._turned),
+                numbers + 4 * at if numbers else 0,
+                first + at,
+                some,
+                out,
+                self._turned,
             )
 
     def product(
@@ -178,18 +178,18 @@ class DeviceExperts:
             raise ValueError(f"{count} rows of y, 1 to {MOST_ROUTED} are taken at a time")
         self._launch(count)(
             stream,
-            np.uint64(self.table_at),
-            np.uint32(self._experts),
-            np.uint32(self.parts),
+            self.table_at,
+            self._experts,
+            self.parts,
             *self._shape,
-            np.uint64(x),
-            np.uint64(x_stride),
-            np.uint32(per),
-            np.uint64(ids),
-            np.uint32(wide),
-            np.uint32(count),
-            np.uint64(y),
-            np.uint64(bias),
+            x,
+            x_stride,
+            per,
+            ids,
+            wide,
+            count,
+            y,
+            bias,
         )
 
     def weighted(self, y: int, scores: int, tokens: int, each: int, out: int, stream: int) -> None:
@@ -211,8 +211,8 @@ class DeviceExperts:
         stream : int
             The stream's handle. The kernel may start as `DeviceWindow.product` does.
         """
-        read, shape = (np.uint64(y), np.uint64(scores)), (np.uint32(each), np.uint32(self.width))
-        self._adding(tokens * -(-self.width // _SUM_COLUMNS))(stream, *read, *shape, np.uint64(out))
+        launch = self._adding(tokens * -(-self.width // _SUM_COLUMNS))
+        launch(stream, y, scores, each, self.width, out)
 
     def _adding(self, blocks: int) -> KernelLaunch:
         return _adding(current(), self.columns % 256 != 0, blocks, self._device)

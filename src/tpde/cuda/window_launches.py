@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import numpy as np
-
 from tpde.codec.windows import Window, sections
 from tpde.cuda.backend import Backend, KernelLaunch
 from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way
@@ -34,16 +32,26 @@ class ProductStep(NamedTuple):
     """A launch for some rows of x: of which one on, and how many."""
 
     first: int
-    rows: np.uint32
+    rows: int
     launch: ProductLaunch
 
 
-def steps_by(launch: ProductLaunch, count: int, begin: int = 0) -> tuple[ProductStep, ...]:
-    """One launch after the other, for so many rows of x from one on."""
+class ProductSteps(NamedTuple):
+    """All launches of a product, one after the other, and the most room that one of them takes."""
+
+    launches: tuple[ProductStep, ...]
+    room: int
+
+
+NO_STEPS = ProductSteps((), 0)
+
+
+def steps_by(launch: ProductLaunch, count: int, before: ProductSteps = NO_STEPS) -> ProductSteps:
+    """One launch again and again for so many rows of x, after those before."""
+    begin = before.launches[-1].first + before.launches[-1].rows if before.launches else 0
     firsts = range(0, count, launch.rows)
-    return tuple(
-        ProductStep(begin + first, np.uint32(min(count - first, launch.rows)), launch) for first in firsts
-    )
+    some = (ProductStep(begin + first, min(count - first, launch.rows), launch) for first in firsts)
+    return ProductSteps((*before.launches, *some), max(before.room, launch.room))
 
 
 def tuned_ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
@@ -52,32 +60,31 @@ def tuned_ways(backend: Backend, window: Window, count: int, device: int) -> lis
     return table_of(have, KERNELS).ordered(shape, count, lambda it: ways_of(have, window, it))
 
 
-def steps_of(backend: Backend, window: Window, count: int, device: int) -> tuple[ProductStep, ...]:
+def steps_of(backend: Backend, window: Window, count: int, device: int) -> ProductSteps:
     """The launches for so many rows of x; none if the matrix is to be decoded for them."""
     if count > MOST:
-        return ()
+        return NO_STEPS
     return _steps(backend, window.rows, window.columns, window.flags, count, device)
 
 
 @functools.cache
-def _steps(
-    backend: Backend, rows: int, columns: int, flags: int, count: int, device: int
-) -> tuple[ProductStep, ...]:
+def _steps(backend: Backend, rows: int, columns: int, flags: int, count: int, device: int) -> ProductSteps:
     window = sections(rows, columns)._replace(flags=flags)
     if count <= MOST_ROWS:
         made = (launch_of(backend, window, how, device) for how in tuned_ways(backend, window, count, device))
         return steps_by(next(it for it in made if it is not None), count)
-    how = how_many(backend.facts(device), window, count)
+    have = backend.facts(device)
+    how = how_many(have, window, count)
     if how == "many":
-        launch = launch_of(backend, window, many_way(window, count), device)
+        launch = launch_of(backend, window, many_way(have, window, count), device)
         assert launch is not None  # it has no clusters
         return steps_by(launch, count)
     if how == "parts":
         first, left = steps_of(backend, window, MOST_ROWS, device), count - MOST_ROWS
-        if len(first) <= _MOST_LAUNCHES:
-            last = steps_of(backend, window, left, device)[0].launch
-            return (*first, *steps_by(last, left, MOST_ROWS))
-    return ()
+        if len(first.launches) <= _MOST_LAUNCHES:
+            last = steps_of(backend, window, left, device).launches[0].launch
+            return steps_by(last, left, first)
+    return NO_STEPS
 
 
 def launch_of(backend: Backend, window: Window, how: Product, device: int) -> ProductLaunch | None:

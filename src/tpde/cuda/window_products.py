@@ -7,7 +7,6 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -25,13 +24,11 @@ from tpde.cuda.product_ways import (
     matrix_defines,
     most_rows_of,
 )
-from tpde.cuda.window_launches import ProductStep, launch_of, steps_by, steps_of, tuned_ways
+from tpde.cuda.window_launches import NO_STEPS, ProductSteps, launch_of, steps_by, steps_of, tuned_ways
 from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
-# Strides come again and again, and each of these takes 0.3 us: a launch's addresses are Python's integers.
-_words = functools.lru_cache(maxsize=256)(np.uint64)
 
 
 class DeviceWindow:
@@ -63,16 +60,12 @@ class DeviceWindow:
             raise ValueError(f"a blob at {at:#x}, which is no multiple of 128")
         self.window, self._device, self._facts = window, device, current().facts(device)
         places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
-        tables = np.frombuffer(window.table, "<u8")
-        self._matrix = (
-            *(np.uint64(at + it) for it in places),
-            *(np.uint64(it) for it in tables),
-            np.uint32(window.rows),
-            np.uint32(window.columns),
-        )
+        tables = np.frombuffer(window.table, "<u8").tolist()
+        self._matrix = (*(at + it for it in places), *tables, window.rows, window.columns)
         self.most_rows = most_rows_of(self._facts, window)
         self._decodings: dict[tuple[str, int], KernelLaunch] = {}  # by kernels and blocks
-        self._products: dict[int, tuple[ProductStep, ...]] = {}  # by how many rows x has
+        self._products: dict[int, ProductSteps] = {}  # by how many rows x has
+        self._latest = 0, NO_STEPS  # of more rows than are kept there
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -89,7 +82,7 @@ class DeviceWindow:
         for count in range(1, self.most_rows + 1):
             self._steps(count)
         if self.most_rows == MOST_ROWS:
-            launch_of(current(), window, many_way(window, MOST_ROWS + 1), self._device)
+            launch_of(current(), window, many_way(self._facts, window, MOST_ROWS + 1), self._device)
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
@@ -118,22 +111,22 @@ class DeviceWindow:
         matrix, end = self._matrix, self.window.stripes if end is None else end
         if first or end < self.window.stripes:
             matrix = self._stripes(first, end)
-        wide = np.uint32(out % 16 == 0 and stride % 8 == 0)
+        wide = out % 16 == 0 and stride % 8 == 0
         launch = self._decoding("rows", (end - first) * self.window.stripe_chunks)
-        launch(stream, *matrix, np.uint64(out), np.uint64(stride), wide)
+        launch(stream, *matrix, out, stride, wide)
 
-    def _stripes(self, first: int, end: int) -> tuple[np.unsignedinteger, ...]:
+    def _stripes(self, first: int, end: int) -> tuple[int, ...]:
         """What kernels are given of some stripes: as of a matrix that has no others."""
         window = self.window
         records, offsets, entries, bodies, low, high, _, columns = self._matrix
         return (
-            np.uint64(records + ROWS_AT * first),
-            np.uint64(offsets + 4 * first * window.stripe_chunks),
+            records + ROWS_AT * first,
+            offsets + 4 * first * window.stripe_chunks,
             entries,
-            np.uint64(bodies + first * window.stripe_bytes),
+            bodies + first * window.stripe_bytes,
             low,
             high,
-            np.uint32(min(ROWS_AT * end, window.rows) - ROWS_AT * first),
+            min(ROWS_AT * end, window.rows) - ROWS_AT * first,
             columns,
         )
 
@@ -152,25 +145,29 @@ class DeviceWindow:
             The stream's handle.
         """
         launch = self._decoding("lookup", count * self.window.stripe_chunks)
-        arguments = np.uint64(ids), np.uint64(count), np.uint64(out)
-        launch(stream, *self._matrix, *arguments)
+        launch(stream, *self._matrix, ids, count, out)
 
     def takes(self, count: int) -> bool:
         """Whether so many rows of x are to be multiplied straight from the blob: decoding takes longer."""
         if count <= MOST_ROWS:
             return count <= self.most_rows
-        return bool(steps_of(current(), self.window, count, self._device))
+        return self._steps(count) is not NO_STEPS
 
     def room(self, count: int) -> int:
         """Bytes on the device that a `product` with so many rows of x takes meanwhile."""
-        return max(it.launch.room for it in self._steps(count))
+        return self._steps(count).room
 
-    def _steps(self, count: int) -> tuple[ProductStep, ...]:
+    def _steps(self, count: int) -> ProductSteps:
         found = self._products.get(count)
         if found is None:
+            last, found = self._latest
+            if last == count:
+                return found
             found = steps_of(current(), self.window, count, self._device)
             if count <= MOST_ROWS:  # there are few such numbers, and they come again for each token
                 self._products[count] = found
+            else:
+                self._latest = count, found
         return found
 
     def product(
@@ -204,10 +201,9 @@ class DeviceWindow:
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
-        steps = self._steps(count)
+        steps = self._steps(count).launches
         if not steps:
             raise ValueError(f"for {count} rows of x a matrix is decoded")
-        between, below = _words(x_stride), _words(y_stride)
         for first, rows, (_, launch, arrange, needed) in steps:
             if needed and (not room or room % _ROOM_AT):
                 raise ValueError(
@@ -215,11 +211,11 @@ class DeviceWindow:
                     f"{room:#x}"
                 )
             if arrange is None:
-                of_x: tuple[Any, ...] = (x + 2 * first * x_stride, between, rows)
+                of_x: tuple[int, ...] = (x + 2 * first * x_stride, x_stride, rows)
             else:
-                arrange(stream, x + 2 * first * x_stride, between, rows, self._matrix[-1], room)
+                arrange(stream, x + 2 * first * x_stride, x_stride, rows, self.window.columns, room)
                 of_x = room, rows
-            launch(stream, *self._matrix, *of_x, y + 2 * first * y_stride, below, bias)
+            launch(stream, *self._matrix, *of_x, y + 2 * first * y_stride, y_stride, bias)
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
@@ -252,9 +248,10 @@ def _decoding_defines(window: Window) -> dict[str, int]:
 def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int) -> None:
     """Have all kernels for matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
-    most = most_rows_of(backend.facts(device), window)
+    have = backend.facts(device)
+    most = most_rows_of(have, window)
     # The one that takes longest, 1.3 s, comes first.
-    firsts = [many_way(window, MOST_ROWS + 1)] if most == MOST_ROWS else []
+    firsts = [many_way(have, window, MOST_ROWS + 1)] if most == MOST_ROWS else []
     firsts += [tuned_ways(backend, window, count, device)[0] for count in range(1, most + 1)]
     products = {it.label: it for it in firsts}.values()
     asked = [Asked(it.source, it.name, it.defines, it.own) for it in products]

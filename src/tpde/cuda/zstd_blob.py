@@ -172,14 +172,6 @@ class ZstdBlob:
                 nvcomp.give_up(f"nvCOMP failed ({type(error).__name__}: {error})")
                 return False
             merge = current().kernel(SOURCE, "merge", defines, self._device)
-            merge.launch(last - first, THREADS, 0)(
-                stream,
-                np.uint64(descriptors),
-                np.uint64(blob),
-                np.uint64(first),
-                np.uint64(base),
-                np.uint64(scratch),
-                np.uint64(out),
-                np.uint64(status),
-            )
+            launch = merge.launch(last - first, THREADS, 0)
+            launch(stream, descriptors, blob, first, base, scratch, out, status)
         return True

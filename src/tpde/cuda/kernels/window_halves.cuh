@@ -1,7 +1,7 @@
 // window_halves.cuh: what products of many rows of x share (docs/windows.md 9): x in pieces, as `wgmma` takes it, and chunks
 // whose halves are copied, put and multiplied by turns.
 //
-// Macros: those of window.cuh; NB, rows of x in a piece.
+// Macros: those of window.cuh; NB, rows of x in a piece; FLAGS, words after x that `arrange` clears.
 
 #define HALF_PLANE 2048u  // bytes: the places of half a chunk
 #define WARP_ROOM (HALF_PLANE + CHUNK_BYTES)
@@ -18,8 +18,12 @@ extern "C" __global__ void __launch_bounds__(ARRANGERS)
 arrange(const u16* x, u64 x_stride, u32 n, u32 columns, u8* to) {
   follow_early();  // the next kernel's first weights come while this one waits: 2 us less a product
   wait_for_last();
-  const u32 octets = (columns + 255) / 256 * 32, there = (columns + 7) / 8, tile = octets * NB;
-  for (u32 i = blockIdx.x * ARRANGERS + threadIdx.x; i < (n + NB - 1) / NB * tile; i += gridDim.x * ARRANGERS) {
+  const u32 octets = (columns + 255) / 256 * 32, there = (columns + 7) / 8, tile = octets * NB, all = (n + NB - 1) / NB * tile;
+  const u32 start = blockIdx.x * ARRANGERS + threadIdx.x, step = gridDim.x * ARRANGERS;
+#ifdef FLAGS
+  for (u32 i = start; i < FLAGS; i += step) ((u32*)(to + (u64)all * 16))[i] = 0;
+#endif
+  for (u32 i = start; i < all; i += step) {
     // Four octets of eight rows are 128 bytes of each product's words.
     const u32 of = i / tile, j = i % tile, row = j / 32 % (NB / 8) * 8 + j / 4 % 8, octet = j / (4 * NB) * 4 + j % 4;
     uint4 v = make_uint4(0, 0, 0, 0);

@@ -11,8 +11,8 @@ MUTANTS = (
     mutant(
         "later-rows-of-x-are-the-first",
         "cuda/window_products.py",
-        "of_x: tuple[Any, ...] = (x + 2 * first * x_stride, between, rows)",
-        "of_x: tuple[Any, ...] = (x, between, rows)",
+        "of_x: tuple[int, ...] = (x + 2 * first * x_stride, x_stride, rows)",
+        "of_x: tuple[int, ...] = (x, x_stride, rows)",
         "rows 17 to 64 of a batch are those before",
         "unit/test_window_products.py",
     ),
@@ -227,7 +227,7 @@ MUTANTS = (
     mutant(
         "products-without-arranged-rows",
         "cuda/window_products.py",
-        "                arrange(stream, x + 2 * first * x_stride, between, rows, self._matrix[-1], room)\n",
+        "                arrange(stream, x + 2 * first * x_stride, x_stride, rows, self.window.columns, room)\n",
         "",
         "what was in the room is multiplied",
         "unit/test_window_products.py",
@@ -339,8 +339,8 @@ MUTANTS = (
     mutant(
         "launches-of-experts-start-anew",
         "cuda/window_experts.py",
-        "np.uint64(numbers + 4 * at if numbers else 0)",
-        "np.uint64(numbers)",
+        "numbers + 4 * at if numbers else 0,",
+        "numbers,",
         "of very many experts the first ones are decoded again and again",
         "unit/test_expert_kernels.py",
     ),
