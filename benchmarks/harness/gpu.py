@@ -179,6 +179,7 @@ def graph_of(run: Callable[[], None]) -> Callable[[], None]:
     import torch
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
         stream.synchronize()

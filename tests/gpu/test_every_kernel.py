@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.backends import MadeBackend
 from support.contents import fill
 from support.device_deltas import moved, same, words_of
 from support.gpu import Batch, needs_cuda, torch
@@ -12,6 +13,8 @@ from support.models import assert_same_bits
 from support.packed import pack
 
 import tpde
+from tpde.cuda.backend import current, launching_on
+from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import DeviceWindow
 from tpde.format.container import TensorSpec
@@ -46,8 +49,8 @@ class Held:
         self.plain = weights(rows, columns)
         encoded = windowing.encode(self.plain)
         assert encoded is not None
-        self._blob, window = encoded
-        self.device = DeviceWindow(window, self._blob.data_ptr(), torch.cuda.current_device())
+        self.blob, self.window = encoded
+        self.device = DeviceWindow(self.window, self.blob.data_ptr(), torch.cuda.current_device())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,6 +83,32 @@ def test_products(shape: tuple[int, int], count: int) -> None:
     for how in held.device.ways(count):
         held.device.choose(count, how)
         assert_same_bits(product(x)[-1:], alone)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="other GPUs than Hopper decode matrices for so many rows",
+)
+@pytest.mark.parametrize("shape", [(900, 2112), (513, 256)], ids=str)
+def test_products_of_many_rows(shape: tuple[int, int]) -> None:
+    """However tiles are cut between blocks, the bits are those of whole ones."""
+    held, (rows, columns), count = Held(*shape), shape, 300
+    x = torch.randn((count, columns), device="cuda").bfloat16()
+    bias, there = torch.randn(rows, device="cuda").bfloat16(), current()
+    found = []
+    for blocks in (132, 7, 5, 3, 1):
+        have = there.facts(0)._replace(multiprocessors=blocks)
+        with launching_on(MadeBackend(there.kernel, have)):
+            device = DeviceWindow(held.window, held.blob.data_ptr(), 0)
+            device.choose(count, many_way(have, held.window, count))
+            room = torch.full((device.room(count),), 0x7F, dtype=torch.uint8, device="cuda")
+            y = torch.empty((count, rows), dtype=torch.bfloat16, device="cuda")
+            to = y.data_ptr(), rows, bias.data_ptr(), stream(), room.data_ptr()
+            for _ in range(3):  # flags of the last one are cleared
+                device.product(x.data_ptr(), columns, count, *to)
+        found.append(y)
+    for it in found[1:]:
+        assert_same_bits(it, found[0])
 
 
 def test_experts() -> None:

@@ -251,8 +251,7 @@ def test_where_frames_lie(launch_on: Any) -> None:
             assert sizes == [int(blob[at - 4 : at].view("<u4")[0]) for at in offsets]
             assert kernel == ("merge.cu", "merge", {"WORD": 2, "ROTATE": 0}, 2)
             assert (grid, block, shared, stream) == (last - first, 128, 0, 30)
-            assert [int(it) for it in rest] == [10, 40, first, 2 * first, 50, 60, 20]
-            assert all(isinstance(it, np.uint64) for it in rest)
+            assert rest == [10, 40, first, 2 * first, 50, 60, 20]
 
 
 def test_a_blob_without_frames_needs_little_room(install: Install) -> None:

@@ -83,6 +83,8 @@ class Timed(NamedTuple):
 def on_gpu(work: Enqueue) -> Callable[[], float]:
     """Record work as a CUDA graph, whose launches wait for no host, to be timed on the device by events."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    # What x is made of may lie where y does, and is read until then.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work(stream.cuda_stream)
         stream.synchronize()
