@@ -52,6 +52,7 @@ def one_after_the_other(made: Made) -> Any:
         (513, 600, 300, 7),  # seven blocks begin or end some of three
         (513, 600, 300, 4),  # a third of a round
         (513, 600, 300, 9),
+        (800, 600, 40, 4),  # seven tiles: three of four blocks have one more, and none is cut
         (900, 1100, 40, 5),  # eight tiles, of which three are left: a block ends one and begins another
         (40, 2050, 520, 3),  # a chunk of one pair
         (2100, 256, 6, 2),  # one chunk: a tile's first is the next one of another
@@ -113,6 +114,8 @@ def test_room_is_no_more_than_decoding_takes() -> None:
         for count in range(129, MOST + 1, 100):
             if how_many(H100, window, count) == "many":
                 assert room_of(H100, window, count) <= min(80 << 20, 2 * rows * columns)
+    assert how_many(H100, sections(6144, 4096), 1024) == "many"
+    assert how_many(H100, sections(6144, 4096), 1025) is None  # 240 tiles take as long as 264
     assert how_many(H100, sections(8192, 28672), 1000) == "many"
     assert how_many(H100, sections(8192, 28672), 1100) is None
     assert many_way(H100, sections(4096, 4096), 1000).shared <= H200
