@@ -17,6 +17,7 @@ typedef struct attribute { /* CUlaunchAttribute */
       uint32_t x, y, z;
     } cluster;
     int32_t allowed;
+    void *aligned;
   } value;
 } attribute;
 
@@ -27,10 +28,12 @@ typedef struct config { /* CUlaunchConfig */
   uint32_t count;
 } config;
 
+_Static_assert(sizeof(attribute) == 72 && sizeof(config) == 56, "as the driver has them");
+
 typedef int driver(const config *how, void *kernel, void **parameters, void **extra); /* cuLaunchKernelEx */
 
 int tpde_launch_start(const tpde_launch *launch, uint64_t stream, const uint8_t *values, uint64_t bytes) {
-  uint64_t words[PARAMETERS];
+  uint64_t words[PARAMETERS] = {0};
   void *at[PARAMETERS];
   attribute attributes[2];
   uint32_t count = 0;

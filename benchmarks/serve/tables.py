@@ -115,7 +115,7 @@ def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 
         (f"loading, {WAYS[way].title}{which}, of bf16's time", _reading(rows[way], plain, key), bar)
         for key, which in (("read", ""), ("again", ", once more"))
         for way, bar in LOAD_BARS.items()
-        if key in rows.get(way, {})
+        if way in rows and (key == "read" or key in rows[way])
     ]
     page.limits([("the first token, of bf16's time", first, FIRST_BAR), *reading], least=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -84,7 +85,7 @@ class Machine:
             cuKernelSetAttribute=self._attribute,
             cuGetProcAddress=self._address,
             CUdriverProcAddress_flags=SimpleNamespace(CU_GET_PROC_ADDRESS_LEGACY_STREAM="legacy"),
-            CUresult=Code,
+            CUresult=IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_ILLEGAL_ADDRESS": 700}),
         )
         driver = SimpleNamespace(
             calls=self.calls,

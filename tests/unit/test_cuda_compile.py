@@ -223,9 +223,10 @@ def test_the_core_takes_no_more_parameters_than_it_has_room_for(machine: Machine
 
 def test_a_launch_that_fails_names_the_kernel(machine: Machine) -> None:
     start = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0).launch(3, 64, 1000)
-    machine.refused = 700
-    with pytest.raises(UnsupportedDevice, match=r"launching kernel decode_rows failed: SOME_ERROR \(700\)"):
-        start(0, 1, 2)
+    for code, name in ((700, "CUDA_ERROR_ILLEGAL_ADDRESS"), (12345, "an error without a name here")):
+        machine.refused = code
+        with pytest.raises(RuntimeError, match=rf"decode_rows failed: {name} \({code}\); an earlier kernel"):
+            start(0, 1, 2)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (5, 5)])

@@ -160,6 +160,8 @@ def test_where_no_cluster_has_room_matrices_are_decoded(launch_on: Any) -> None:
     found = Launches(launch_on, (9, 0), clusters=0)
     made = there(sections(4096, 4096))
     assert [made.takes(count) for count in (128, 129, 200, 256)] == [True, False, False, False]
+    with pytest.raises(ValueError, match="many_product is for exactly 200 rows of x, not 300"):
+        made.choose(300, many_way(CPU, made.window, 200))
     made.choose(200, many_way(CPU, made.window, 200))  # in one launch all the same
     made.product(32, 4096, 200, 48, 5000, 77, 5, 4112)
     assert [it[0] for it in found] == ["arrange", "many_product"]

@@ -17,8 +17,8 @@ _MOST_ROOM = 80 << 20  # bytes for x once more: as much as decoding takes, at mo
 # Microseconds of a whole H100: of any launch; of up to 128 rows in one of `product_ways`, a word; of a tile
 # of `many_product`, a column; of decoding, a word; of the matrix library's product, a word, at least, and
 # for a row of x. Of 100 that were timed, with 4 to 262 million words and 136 to 2,048 rows of x, 85 are met
-# within a tenth, all within a fifth, and no choice was 4 % slower than another; of six whose tiles are cut,
-# which were timed since, all within a tenth.
+# within a tenth, all within a fifth, and no choice was 4 % slower than another. Since tiles are
+# cut, six were timed, of up to 1,024 rows, and met within a tenth.
 _LAUNCH, _SOME, _COLUMN, _DECODING = 4.0, {32: 0.52e-6, 64: 0.57e-6, 128: 0.71e-6}, 0.0128, 1.26e-6
 _LIBRARY, _LIBRARY_ROW = 0.72e-6, 2.6e-9
 _ARRANGING = 0.8e-6  # of `arrange`, a word of x

@@ -13,6 +13,7 @@ import numpy as np
 from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
+from tpde.cuda.many_rows import SOURCE as MANY
 from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import (
     MOST_ROWS,
@@ -228,7 +229,11 @@ class DeviceWindow:
         ------
         UnsupportedDevice
             If the device, a part of one for example, has no room for it.
+        ValueError
+            If it is made for another number of rows, and cannot be launched again and again.
         """
+        if how.source == MANY and count != how.rows:
+            raise ValueError(f"{how.name} is for exactly {how.rows} rows of x, not {count}")
         made = launch_of(current(), self.window, how, self._device)
         if made is None:
             raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")

@@ -39,7 +39,8 @@ struct Item {
 };
 
 // What a block multiplies: tiles that are as far apart as there are blocks, for some rounds. If those that are left are cut,
-// each block has as many of their chunks, from one on, as if tiles were in a row: those of one tile at least.
+// each block has as many of their chunks, from one on, as if tiles were in a row: those of one tile at least. There are as
+// many tiles as blocks at least.
 struct Work {
   u32 chunks, rounds, first, low, high;
 };
@@ -55,8 +56,10 @@ __device__ __forceinline__ Work work_of(u32 tiles, u32 chunks) {
 }
 
 // The item of a number; false if there is none. Of a share, the beginning of a tile that the next block ends comes first,
-// and the end of one that the block before has begun last: it is never waited for in a circle.
-__device__ __forceinline__ bool item_of(const Work& w, u32 k, Item& it) {
+// and the end of one that the block before has begun last: it is never waited for in a circle. Where not all blocks have
+// room at a time, this needs the device to start them in order, as all do, though CUDA does not promise it.
+__device__ __forceinline__ bool item_of(u32 tiles, u32 chunks, u32 k, Item& it) {
+  const Work w = work_of(tiles, chunks);  // for each item: there are no registers to keep it in
   const u32 from = w.low % w.chunks, to = w.high % w.chunks, last = w.high / w.chunks;
   const u32 begun = to ? 1 : 0, whole = (w.low + w.chunks - 1) / w.chunks;
   if (k < w.rounds) it = {k * gridDim.x + blockIdx.x, 0, w.chunks};
@@ -132,7 +135,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
   // Tiles of the same stripes follow each other, so that these come from memory once.
   const u32 across = (n + NB - 1) / NB;
-  const Work work = work_of((stripes + WIDE - 1) / WIDE * across, m.chunks);
+  const u32 tiles = (stripes + WIDE - 1) / WIDE * across;
   u8* const xs = shared;                    // [STAGES] pieces of x
   u8* const rooms = xs + STAGES * X_PIECE;  // [WIDE] what warps have for themselves
   // Barriers: a stage is filled, nobody reads it.
@@ -150,7 +153,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     u32 stage = 0, parity = 1;
     Item it;
 #pragma unroll 1
-    for (u32 k = 0; item_of(work, k, it); k++) {
+    for (u32 k = 0; item_of(tiles, m.chunks, k, it); k++) {
       const u8* from = x + ((u64)(it.tile % across) * m.chunks + it.chunk) * (4 * X_PIECE);
 #pragma unroll 1
       for (u32 i = 4 * it.chunk; i < 4 * it.end; i++) {
@@ -172,12 +175,12 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   const auto first_of = [&](u32 tile) { return tile / across * WIDE + warp; };
   const auto stripe_of = [&](u32 tile) { return min(first_of(tile), stripes - 1); };  // or the last again
   Item it;
-  item_of(work, 0, it);
+  item_of(tiles, m.chunks, 0, it);
   Range after = {0, 0};
   const auto next_of = [&](Cursor c) {  // and its range of entries, to `after`
     if (++c.chunk == c.end) {
       Item item = {0, 0, 0};
-      c.there = item_of(work, ++c.number, item);
+      c.there = item_of(tiles, m.chunks, ++c.number, item);
       c.stripe = stripe_of(item.tile), c.chunk = item.chunk, c.end = item.end;
     }
     if (c.there) after = range_of(m, c.stripe, c.chunk);
@@ -207,7 +210,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   const auto between = [&](u32 block) { return sums + 4 * FLAGS + (u64)block * SUM_BYTES + warp * (SUM_BYTES / WIDE); };
   const auto flag_of = [&](u32 block) { return (u32*)sums + WIDE * block + warp; };
 #pragma unroll 1
-  for (u32 number = 0; item_of(work, number, it); number++) {
+  for (u32 number = 0; item_of(tiles, m.chunks, number, it); number++) {
     const u32 tile = it.tile, begin = it.chunk, end = it.end;
     float sum[TILES * 4];
 #pragma unroll
@@ -218,7 +221,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     }
     const Rows r = rows_of(ahead, m.zero);
     Item following;
-    if (item_of(work, number + 1, following)) ahead = records_of(m, stripe_of(following.tile), lane);
+    if (item_of(tiles, m.chunks, number + 1, following)) ahead = records_of(m, stripe_of(following.tile), lane);
     u32 i = begin;
 #pragma unroll 1
     do {  // a loop that might be left out would have the compiler wait for each product: sums that are loaded are no zeros
