@@ -83,6 +83,19 @@ def test_bars() -> None:
     assert [met for _, met in page.bars[4:]] == [True], "what was not measured meets no bar"
 
 
+def test_a_second_load_is_a_bar_of_its_own_where_it_was_measured() -> None:
+    page = Page("Serving", {})
+    plain, ours = (row(100) | {"read": "4.0", "again": it} for it in ("4.0", "4.4"))
+    judge(page, {"bf16": plain, "tpde": ours | {"read": "5.0"}, "tpde-packed": row(1) | {"read": "3.0"}}, [1])
+    assert [met for what, met in page.bars if "loading" in what] == [False, True, True]
+    report(page, {"bf16": plain, "tpde": ours, "fp8": {"problem": "no"}}, [1], (32, 16))
+    text = page.markdown()
+    assert "once more, of bf16's time" in text
+    assert "| once more, s |" in text
+    judge(page, {"bf16": plain, "tpde": {"problem": "no"}}, [1])
+    assert "loading, tpde, of bf16's time" in page.markdown().rsplit("| bar ", 1)[1]
+
+
 def test_bars_of_two_gpus() -> None:
     """Only tokens a second of one request have one."""
     assert [cards_of(it) for it in ("", "--tensor-parallel-size 2 --enforce-eager", "-tp=2")] == [1, 2, 2]
