@@ -160,3 +160,10 @@ def test_forks_make_models_run_them_and_tell(tmp_path: Path) -> None:
     bars = {it["what"]: it["met"] for it in found["offload"]["bars"]}
     assert bars == {"4 GiB": False, "packed, resident, bits": True, "problems": False}
     assert "name GPUs only" in " ".join(found["offload"]["data"]["problems"])
+
+
+def test_pages_that_are_there_before_anything_is_mapped() -> None:
+    from benchmarks.pages import spread
+
+    assert spread([]) == ["-"] * 4
+    assert spread([3e-6, 1e-6, 2e-6]) == ["2", "2", "3", "3"]
