@@ -244,12 +244,11 @@ def test_what_the_cpu_packs(content: str, words: int, codec: selection.CodecName
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])
-def test_weights_take_the_kernels_that_are_prepared(dtype: str) -> None:
+def test_weights_take_the_usual_kernels(dtype: str) -> None:
     spec = spec_of(dtype, 70 * 8192)
-    encode.prepare(spec, 0)
     chosen = PackEncoder(256, spec, 0).choose(fill("normal", spec)[: 64 * 8192 * spec.nbytes // (70 * 8192)])
     assert chosen is not None
-    assert chosen.defines == encode._usual(spec)
+    assert chosen.defines == encode.usual(spec)
 
 
 def test_an_empty_tensor() -> None:

@@ -157,6 +157,30 @@ def test_kernels_of_experts_are_compiled_while_weights_are_read(
     assert begun == {(8, 384, 128, 3), (8, 128, 192, 3)}
 
 
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_kernels_that_decode_are_compiled_while_weights_are_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With exact kernels; where nothing is to be on a GPU, none are."""
+    import torch
+
+    from tpde.cuda import prefix_kernels
+    from tpde.integrations.vllm import internals
+
+    begun: list[tuple[str, int, bool]] = []
+
+    def begin(dtype: str, device: int, *, packing: bool) -> None:
+        begun.append((dtype, device, packing))
+
+    monkeypatch.setattr(prefix_kernels, "compile_ahead", begin)
+    close(engine(models[name], **kernels("exact")))
+    assert not begun
+    monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    close(engine(models[name], **kernels("exact")))
+    assert set(begun) == {("BF16", 3, True)}
+    assert len(begun) > 4
+
+
 def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run beside packed ones."""
     from tpde.integrations.vllm import linear_method, weights

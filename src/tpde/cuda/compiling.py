@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, current
 
 _AT_A_TIME = 4
@@ -41,33 +40,25 @@ def compile_all(backend: Backend, asked: Iterable[Asked], device: int) -> None:
         it.result()
 
 
-def compile_in_thread(work: Callable[..., None], shape: tuple[int, ...], device: int) -> None:
-    """Compile what weights of a shape take in another thread, while they are read: encoding, and `work`.
+def submit(work: Callable[..., None], arguments: tuple[Hashable, ...], device: int) -> None:
+    """Compile in another thread.
 
     The first model of an architecture on a machine takes some 6 s of compiling. What fails there fails again
-    where a weight is encoded or prepared, and is told.
+    where a weight is packed, decoded or multiplied, and is told.
 
     Parameters
     ----------
     work : callable
-        Compiles the rest: of a back end, the numbers of the shape, and the device.
-    shape : tuple of int
+        Compiles: of a back end, the arguments, and the device.
+    arguments : tuple
         What is compiled for.
     device : int
         The device's number.
-
-    Raises
-    ------
-    MissingDependency, UnsupportedDevice
-        If there is no driver, no such device, or it cannot run our kernels.
     """
-    backend = current()
-    backend.facts(device)
-    _begin(backend, work, shape, device)
+    _begin(current(), work, arguments, device)
 
 
 @functools.cache
-def _begin(backend: Backend, work: Callable[..., None], shape: tuple[int, ...], device: int) -> None:
-    """Once for a shape: of kernels that are refused, each layer of a model would try all again."""
-    _ahead.submit(window_encode.prepare, device)
-    _ahead.submit(work, backend, *shape, device)
+def _begin(backend: Backend, work: Callable[..., None], arguments: tuple[Hashable, ...], device: int) -> None:
+    """Once for the same: of kernels that are refused, each layer of a model would try all again."""
+    _ahead.submit(work, backend, *arguments, device)

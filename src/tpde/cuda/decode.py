@@ -13,6 +13,7 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.cuda.backend import KernelLaunch, current
+from tpde.cuda.compiling import Asked
 from tpde.cuda.geometry import Geometry, geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import ALIGNMENT, DESCRIPTOR_BYTES, Item, descriptor, kind_defines
 
@@ -99,9 +100,13 @@ class WorkList:
             found = self._made[check] = [self._make(it, check) for it in self._launches]
         return found
 
+    @staticmethod
+    def _asked(it: _Launch, check: bool) -> Asked:
+        return Asked(SOURCE, "decode_items", kernel_defines(it.defines, it.geometry, check))
+
     def _make(self, it: _Launch, check: bool) -> _Ready:
-        defines = kernel_defines(it.defines, it.geometry, check)
-        made = current().kernel(SOURCE, "decode_items", defines, self._device)
+        source, name, defines, _ = self._asked(it, check)
+        made = current().kernel(source, name, defines, self._device)
         block = min(32 * it.geometry.warps, defines["THREADS"])
         return _Ready(
             made.launch(it.grid, block, it.geometry.shared),
@@ -109,6 +114,10 @@ class WorkList:
             (it.items, it.chunks),
             (it.geometry.room, it.geometry.table_room, it.geometry.ahead),
         )
+
+    def asked(self) -> list[Asked]:
+        """The kernels that `launch` needs."""
+        return [self._asked(it, check) for it in self._launches for check in (False, True)]
 
     def prepare(self) -> None:
         """Compile what `launch` needs, before a capture or a measurement."""

@@ -178,7 +178,7 @@ class PackEncoder:
         chunks, blocks = (-(-size // self._chunk_bytes) for size in (self.spec.nbytes, self.sample_bytes))
         starts = (chunks - 1, SAMPLE_CHUNKS) if self._spread and self._ranges > 1 else (1, 1)
         given = self.at, to, self.spec.nbytes, self._chunk_bytes, *starts, stream
-        self._launch("gather", _usual(self.spec), blocks, 256, *given)
+        self._launch("gather", usual(self.spec), blocks, 256, *given)
 
     def choose(self, sample: Any, codec: CodecName = "auto") -> EncodePlan | None:
         """Choose planes and tables, as the CPU does.
@@ -283,18 +283,7 @@ class PackEncoder:
         self._launch("encode", chosen.defines, blocks, 32 * _ENCODE_WARPS, *given)
 
 
-def prepare(spec: TensorSpec, device: int) -> None:
-    """Compile and load the kernels that weights of a dtype take mostly, for the errors that there may be.
-
-    Raises
-    ------
-    MissingDependency, UnsupportedDevice, CompileError
-        If the kernels cannot run.
-    """
-    current().kernel(SOURCE, "measure", _usual(spec), device)
-
-
-def _usual(spec: TensorSpec) -> dict[str, int]:
+def usual(spec: TensorSpec) -> dict[str, int]:
     """Macros of the kernels that large tensors of weights take: `gather` is the same in all."""
     dtype = DTYPES[spec.dtype]
     symbols = 1 << (dtype.word_bytes - 1)

@@ -24,7 +24,7 @@ import numpy as np
 from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
-from tpde.cuda.backend import current
+from tpde.cuda.backend import Backend, current
 
 SOURCE = "window_encode.cu"
 COUNTS_BYTES = 2048  # of the start of scratch memory: which XORs escapes have, for both values of the flag
@@ -58,15 +58,15 @@ class ChosenWindow(NamedTuple):
     said: Bytes
 
 
-def prepare(device: int) -> None:
-    """Compile and load the kernels, for the errors that there may be.
+def compile_kernels(backend: Backend, device: int) -> None:
+    """Compile and load the kernels.
 
     Raises
     ------
     MissingDependency, UnsupportedDevice, CompileError
-        If the kernels cannot run.
+        If they cannot run.
     """
-    current().kernel(SOURCE, "plan", {}, device)
+    backend.kernel(SOURCE, "plan", {}, device)
 
 
 class WindowEncoder:

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
-from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
+from tpde.cuda.compiling import Asked, compile_all, submit
 from tpde.cuda.expert_ways import MOST_ROUTED, SOURCE, expert_products, expert_ways
 from tpde.cuda.product_ways import WARP_BYTES, WARPS, blocks_at_once
 from tpde.cuda.window_products import X_AT
@@ -222,8 +223,16 @@ class DeviceExperts:
 
 
 def compile_ahead(experts: int, rows: int, columns: int, device: int) -> None:
-    """Compile what experts of a shape take: see `compile_in_thread`."""
-    compile_in_thread(_compile, (columns, -(-rows // 16), experts), device)
+    """Compile what experts of a shape take: see `tpde.cuda.compiling.submit`.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice
+        If there is no driver, no such device, or it cannot run our kernels.
+    """
+    current().facts(device)
+    submit(window_encode.compile_kernels, (), device)
+    submit(_compile, (columns, -(-rows // 16), experts), device)
 
 
 @functools.cache

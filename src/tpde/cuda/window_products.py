@@ -11,8 +11,9 @@ import functools
 import numpy as np
 
 from tpde.codec.windows import ROWS_AT, Window, sections
+from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
-from tpde.cuda.compiling import Asked, compile_all, compile_in_thread
+from tpde.cuda.compiling import Asked, compile_all, submit
 from tpde.cuda.many_rows import SOURCE as MANY
 from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import (
@@ -241,8 +242,16 @@ class DeviceWindow:
 
 
 def compile_ahead(rows: int, columns: int, device: int) -> None:
-    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `compile_in_thread`."""
-    compile_in_thread(_compile, (rows, columns, 0), device)
+    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `tpde.cuda.compiling.submit`.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice
+        If there is no driver, no such device, or it cannot run our kernels.
+    """
+    current().facts(device)
+    submit(window_encode.compile_kernels, (), device)
+    submit(_compile, (rows, columns, 0), device)
 
 
 def _decoding_defines(window: Window) -> dict[str, int]:

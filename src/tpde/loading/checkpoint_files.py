@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from tpde.codec.selection import MIN_BYTES
+from tpde.cuda import prefix_kernels
 from tpde.errors import Corrupt, NotPacked, NotSafetensors
 from tpde.files.file_kinds import PICKLES
 from tpde.files.packed_state import MAKE_PLAIN
@@ -217,6 +218,10 @@ class Checkpoint:
         """
         opened: dict[Stored, Source] = {}
         packed = [it for it in stored if not it.is_plain]
+        if device.type == "cuda":
+            number = torch.cuda.current_device() if device.index is None else device.index
+            for dtype, packing in {(it.spec.dtype, it.is_plain) for it in stored}:
+                prefix_kernels.compile_ahead(dtype, number, packing=packing)
 
         def use(i: int, blob: torch.Tensor) -> None:
             opened[packed[i]] = packed[i].checked(Resident(blob, packed[i].name))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tpde.cuda import window_experts
+from tpde.cuda import prefix_kernels, window_experts
+from tpde.frameworks import torch_dtype_name
 from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.expert_stacks import ExpertStack, Room
 from tpde.integrations.vllm.internals import FusedMoEMethodBase, apply_moe_activation
@@ -72,11 +73,15 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _compile_ahead(self, layer: Any) -> None:
         """Compile kernels for a layer's weights while weights are read."""
         device = internals.load_device()
+        if device.type != "cuda":
+            return
         for weight in (layer.get_parameter(name) for name in NAMES):
             fused = self._report.kernels == "fused" and weight.dtype is torch.bfloat16
-            if fused and weight.dim() == 3 and device.type == "cuda":
+            if fused and weight.dim() == 3:
                 experts, rows, columns = weight.shape
                 window_experts.compile_ahead(experts, rows, columns, device.index)
+            else:
+                prefix_kernels.compile_ahead(torch_dtype_name(weight.dtype), device.index, packing=True)
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """As for plain weights."""

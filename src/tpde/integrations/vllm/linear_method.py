@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
-from tpde.cuda import window_products
+from tpde.cuda import prefix_kernels, window_products
+from tpde.frameworks import torch_dtype_name
 from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
@@ -59,9 +60,13 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def _compile_ahead(self, layer: Any) -> None:
         """Compile kernels for a layer's weight while weights are read."""
         weight, device = layer.weight, internals.load_device()
-        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16 and device.type == "cuda":
+        if device.type != "cuda":
+            return
+        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16:
             rows, columns = weight.shape
             window_products.compile_ahead(rows, columns, device.index)
+        else:
+            prefix_kernels.compile_ahead(torch_dtype_name(weight.dtype), device.index, packing=True)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
