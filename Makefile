@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-vllm mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck racecheck clean
+.PHONY: demo test vllm test-vllm mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck racecheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -45,6 +45,8 @@ $(VLLM)/.vllm: constraints-vllm.txt
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+vllm: $(VLLM)/.vllm
+
 $(VLLM)/.package: $(sources) | $(VLLM)/.vllm
 	PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install -q --no-deps --force-reinstall .
 	@touch $@
@@ -62,7 +64,7 @@ tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.e
 
 # Every kernel, compiled for every architecture; needs no GPU.
 kernels: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
-	$(BIN)/python -m pytest tests/unit/test_kernels.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/unit/test_kernels.py
 
 test-large: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest -m large -o faulthandler_timeout=7200

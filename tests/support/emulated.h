@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define __global__
@@ -39,19 +40,30 @@ struct Copy { unsigned to; const void *from; unsigned group; };
 struct Copies { unsigned count, groups; Copy copies[32]; };
 struct Block {
   ucontext_t contexts[MOST_THREADS];
-  bool ended[MOST_THREADS];
+  jmp_buf places[MOST_THREADS];
+  bool begun[MOST_THREADS], ended[MOST_THREADS];
   Meeting warps[MOST_THREADS / 32], all;
   unsigned number, alive;
   Copies pending[MOST_THREADS];
   alignas(128) unsigned char shared[MOST_SHARED];
 };
-static ucontext_t scheduler;
+static ucontext_t first;  // where a fiber was begun
+static jmp_buf scheduler;
 static char *stacks;
 static bool moved;
 static Block blocks[MOST_BLOCKS], *here = blocks;
 
-/* Let others run. */
-static void yield() { swapcontext(&here->contexts[threadIdx.x], &scheduler); }
+/* Let others run. A context asks the system for its signals each time: it is for a fiber's first one alone. */
+static void yield() {
+  if (!_setjmp(here->places[threadIdx.x])) _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) static void enter(Block &b, unsigned i) {
+  if (_setjmp(scheduler)) return;
+  if (b.begun[i]) _longjmp(b.places[i], 1);
+  b.begun[i] = true;
+  swapcontext(&first, &b.contexts[i]);
+}
 
 [[noreturn]] static void fail(const char *what) {
   fprintf(stderr, "kernel, block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
@@ -227,11 +239,13 @@ static void begin() {
   here->ended[threadIdx.x] = true;
   here->alive--;
   moved = true;
+  _longjmp(scheduler, 1);
 }
 
 static void start(Block &b, unsigned number, unsigned threads, char *stacks) {
   memset(b.warps, 0, sizeof b.warps);
   memset(&b.all, 0, sizeof b.all);
+  memset(b.begun, 0, sizeof b.begun);
   memset(b.ended, 0, sizeof b.ended);
   memset(b.pending, 0, sizeof b.pending);
   memset(b.shared, 0xA5, sizeof b.shared);
@@ -241,7 +255,7 @@ static void start(Block &b, unsigned number, unsigned threads, char *stacks) {
     getcontext(&b.contexts[i]);
     b.contexts[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
     b.contexts[i].uc_stack.ss_size = STACK;
-    b.contexts[i].uc_link = &scheduler;
+    b.contexts[i].uc_link = nullptr;
     makecontext(&b.contexts[i], begin, 0);
   }
 }
@@ -251,7 +265,7 @@ static bool resume(Block &b, unsigned threads) {
   blockIdx.x = b.number;
   for (unsigned i = 0; i < threads; i++) {
     threadIdx.x = b.number % 2 ? threads - 1 - i : i;  // no order may matter
-    if (!b.ended[threadIdx.x]) swapcontext(&scheduler, &b.contexts[threadIdx.x]);
+    if (!b.ended[threadIdx.x]) enter(b, threadIdx.x);
   }
   return b.alive != 0;
 }

@@ -19,7 +19,10 @@ from tpde.cuda.capability import DeviceFacts
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
-_FLAGS = (*_BOUNDS, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
+# Jumps are between stacks, which a check of them would take for a mistake.
+_JUMPS = ("-U_FORTIFY_SOURCE",)
+_LIBRARY = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
+_FLAGS = (*_BOUNDS, *_JUMPS, *_LIBRARY)
 # What the kernels are told of the CPU: three multiprocessors without `wgmma`.
 CPU = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
 _folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")

@@ -85,16 +85,24 @@ static unsigned hash_of_b(const Product &p) {
   return hash;
 }
 
+/* All lanes of a warp multiply by the same bytes: two of them look. */
+static bool looks() { return threadIdx.x % 32 % 31 == 0; }
+
 static void add_up(const Product &p) {
-  if (hash_of_b(p) != p.hash) fail("what is multiplied was changed");
+  if (looks() && hash_of_b(p) != p.hash) fail("what is multiplied was changed");
   for (unsigned t = 0; t < p.width / 8; t++)
-    for (unsigned i = 0; i < 4; i++) {
-      double made = 0;
+    for (unsigned j = 0; j < 2; j++) {
+      float of_b[16];
       for (unsigned k = 0; k < 16; k++) {
-        const unsigned char *b = word_of_b(p, 8 * t + threadIdx.x % 4 * 2 + i % 2, k);
-        made += (double)bf16(b[0] | (unsigned)b[1] << 8) * (double)p.rows[i / 2][k];
+        const unsigned char *b = word_of_b(p, 8 * t + threadIdx.x % 4 * 2 + j, k);
+        of_b[k] = bf16(b[0] | (unsigned)b[1] << 8);
       }
-      p.sum[4 * t + i] = (float)((double)p.sum[4 * t + i] + made);
+      for (unsigned half = 0; half < 2; half++) {
+        float &sum = p.sum[4 * t + 2 * half + j];
+        double made = 0;
+        for (unsigned k = 0; k < 16; k++) made += (double)of_b[k] * (double)p.rows[half][k];
+        sum = (float)((double)sum + made);
+      }
     }
 }
 }  // namespace fibers
@@ -193,7 +201,7 @@ static void wgmma_of(unsigned width, float *d, unsigned a, unsigned b, unsigned 
       const unsigned *of = words[rank()][warp + lane / 4 * 4 + k / 2 % 4];
       p.rows[half][k] = bf16(of[half + k / 8 * 2] >> k % 2 * 16 & 0xFFFF);
     }
-  p.hash = hash_of_b(p);
+  p.hash = looks() ? hash_of_b(p) : 0;
   meet(0xFFFFFFFFu, 0);
 }
 static void wgmma_16(float *d, unsigned a, unsigned b, unsigned c, unsigned e, unsigned long long x) { wgmma_of(16, d, a, b, c, e, x); }

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -42,8 +38,7 @@ WARPS_OF_F64 = 16  # eight planes take more registers
 # Planes that are coded, and those whose tables hold pairs, as the packer chooses them for weights.
 KINDS = {
     "BF16": (2, 1, 0b10, 0b10),
-    "BF16 small": (2, 1, 0b10, 0),
-    "F16": (2, 1, 0b10, 0),
+    "F16": (2, 1, 0b10, 0),  # and small tensors in BF16
     "F32": (4, 1, 0b1000, 0b1000),
     "BF16 in F32": (4, 1, 0b1100, 0b1000),
     "F64": (8, 1, 0b11000000, 0b10000000),
@@ -83,41 +78,23 @@ def assert_no_spills(log: str, most: int = 0) -> None:
     assert all(int(bytes_) <= most for pair in found for bytes_ in pair), log
 
 
-def compiled(work: Sequence[tuple[dict[str, int], str]]) -> list[tuple[bytes, str]]:
-    """Kernels for macros and an architecture each, on all processors."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda it: NVRTC.cubin(decode.SOURCE, *it), work))
-
-
-@functools.cache
-def of_kind(kind: str) -> dict[str, list[tuple[int, bytes, str]]]:
-    """For each architecture, the kernels of a kind, each after the number of its warps."""
-    word, rotate, coded, pairs = KINDS[kind]
-    work, warps = [], []
-    for arch in ARCHITECTURES:
-        ways = [(0, 0), (1, 0)]
-        if arch in LEAST_ARCHITECTURES:  # without checksums below, as they are chosen
-            ways.append((1, PIECES.get(kind, 16)))
-        for check, piece in ways:
-            defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
-            warps.append(geometry.max_warps(defines, bool(check)))
-            defines |= {
-                "SHORT": SHORT.get(kind, 0),
-                "CHECK": check,
-                "WINDOW": 1 if arch == "sm_120" else 8,
-                "THREADS": 32 * warps[-1],
-            }
-            work.append((defines, arch))
-    found: dict[str, list[tuple[int, bytes, str]]] = {}
-    for (_, arch), most, (code, log) in zip(work, warps, compiled(work), strict=True):
-        found.setdefault(arch, []).append((most, code, log))
-    return found
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
-    for warps, code, log in of_kind(kind)[arch]:
+    word, rotate, coded, pairs = KINDS[kind]
+    ways = [(0, 0), (1, 0)]
+    if arch in LEAST_ARCHITECTURES:  # without checksums below, as they are chosen
+        ways.append((1, PIECES.get(kind, 16)))
+    for check, piece in ways:
+        defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
+        warps = geometry.max_warps(defines, bool(check))
+        defines |= {
+            "SHORT": SHORT.get(kind, 0),
+            "CHECK": check,
+            "WINDOW": 1 if arch == "sm_120" else 8,
+            "THREADS": 32 * warps,
+        }
+        code, log = NVRTC.cubin(decode.SOURCE, defines, arch)
         assert code[:4] == b"\x7fELF"
         assert_no_spills(log)
         assert registers(log) * 32 * warps <= 65536
@@ -224,7 +201,8 @@ def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
     assert chosen.table_room
     defines = geometry.kernel_defines(items.kind_defines(one.header, one.tables), chosen, check=False)
     assert defines["THREADS"] >= 32 * warps
-    for _, log in compiled([(defines, arch) for arch in LEAST_ARCHITECTURES]):
+    for arch in LEAST_ARCHITECTURES:
+        log = NVRTC.cubin(decode.SOURCE, defines, arch)[1]
         assert_no_spills(log)
         assert registers(log) * 32 * chosen.warps <= 65536
         static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
