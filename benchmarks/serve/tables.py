@@ -31,8 +31,8 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
         [
             WAYS[way].title,
             row.get("problem") or row["start"],
-            row.get("read", ""),
-            row.get("again", "-"),
+            _seconds(row.get("read", "")),
+            _seconds(row.get("again", "-")),
             row.get("weights", ""),
             row.get("kv", ""),
         ]
@@ -58,6 +58,14 @@ def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tup
         if lines:
             page.say(f"{title}, by requests at a time:")
             page.table(["way", *map(str, concurrent)], lines)
+
+
+def _seconds(said: str) -> str:
+    """What vLLM says, to a hundredth; or what there is instead."""
+    try:
+        return f"{float(said):.2f}"
+    except ValueError:
+        return said
 
 
 def compare(page: Page, rows: dict[str, Row], invariant: bool) -> None:
