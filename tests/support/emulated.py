@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 import tpde.cuda
 from support.backends import MadeBackend, MadeKernel
 from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.compile import source_text
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
@@ -26,6 +28,16 @@ _FLAGS = (*_BOUNDS, *_JUMPS, *_LIBRARY)
 # What the kernels are told of the CPU: three multiprocessors without `wgmma`.
 CPU = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
 _folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")
+
+
+@functools.cache
+def declared(source: str, name: str) -> int:
+    """How many parameters a kernel has; a macro may give its name."""
+    text = source_text(source)
+    found = re.search(rf'extern "C" __global__ void[^{{;]*?\b(?:{name}|NAME)\(([^)]*)\)', text)
+    assert found, f"no kernel {name} in {source}"
+    matrix = re.search(r"^#define MATRIX (.*)$", text, re.MULTILINE)
+    return (found[1].replace("MATRIX", matrix[1]) if matrix else found[1]).count(",") + 1
 
 
 @functools.cache
@@ -45,7 +57,7 @@ def kernel_on_cpu(
     source: str, name: str, defines: Mapping[str, int], device: int, *, own: bool = False
 ) -> MadeKernel:
     """A kernel, run on the CPU by whoever launches it."""
-    library = compiled(source, tuple(sorted(defines.items())))
+    library, needed = compiled(source, tuple(sorted(defines.items()))), declared(source, name)
     function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
 
     def make(
@@ -53,6 +65,7 @@ def kernel_on_cpu(
     ) -> Callable[..., None]:
         def run(stream: int, *arguments: Any) -> None:
             assert stream == 0
+            assert len(arguments) == needed, f"{name} has {needed} parameters"
             ctypes.c_uint.in_dll(library, "shared_bytes").value = shared
             values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
             library.run(function, values, len(arguments), grid, block, cluster)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.backends import FACTS, MadeBackend, MadeKernel
+from support.emulated import declared
 
 from tpde.codec.selection import base_header
 from tpde.cuda.decode import Rows, WorkList
@@ -62,6 +63,8 @@ class Noted(MadeBackend):
         number = len(self.made) - 1
 
         def run(stream: int, *arguments: int) -> None:
+            source, name, *_ = self.kernels[given[0]]
+            assert len(arguments) == declared(source, name)
             self.launched.append((number, stream, [*arguments]))
 
         return run
