@@ -74,6 +74,7 @@ def test_a_model_of_which_nothing_is_packed_is_told_of(caplog: pytest.LogCapture
         (turned, 0, "no contiguous tensors of floats"),
         (noise, 0, "such that they would not shrink"),
         (frozen, 0, r"are of layers that keep .* \(5\), trained, where most of the model is frozen \(1\)"),
+        (nn.TransformerEncoderLayer(64, 4), 0, r"kernels by \([0-9]"),
         (nn.LayerNorm(64), 0, "nothing of the LayerNorm was packed: its parameters are of layers that keep"),
         (nn.ReLU(), 0, "no parameters"),
     ):

@@ -135,6 +135,10 @@ def test_assigning_and_removing(pair: tuple[Model, Model]) -> None:
     layer = ours.blocks[0].up
     with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight`.*cannot be replaced"):
         layer.weight = nn.Parameter(torch.zeros(192, 64))
+    for value in (nn.Parameter(torch.zeros(192, 64)), None, ours.blocks[1].up.weight):
+        with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight`.*cannot be replaced"):
+            layer.register_parameter("weight", value)
+    layer.register_parameter("weight", layer.weight)
     with pytest.raises(PackedWeight, match="cannot be removed"):
         del layer.weight
     with pytest.raises(PackedWeight):
@@ -167,6 +171,9 @@ def test_programs_without_weights_are_refused(pair: tuple[Model, Model]) -> None
         torch.export.export(ours, (IDS,), strict=False)
     with pytest.raises(PackedWeight, match=r"torch\.jit\.trace"):
         torch.jit.trace(ours.blocks[0], (draw(2, 64),))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(PackedWeight, match=r"torch\.jit\.trace"):
+            torch.jit.trace(ours.embed, (IDS,))
 
 
 # ---- pieces ----

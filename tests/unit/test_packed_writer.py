@@ -85,6 +85,23 @@ def test_what_is_no_bytes_is_refused(piece: Any, words: str, tmp_path: Path) -> 
     writer.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("given_up", [False, True])
+def test_closing_again_does_nothing(threads: int, given_up: bool, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with tpde.PackedWriter(path, {"weight": WEIGHT}, threads=threads) as writer:
+        writer.write("weight", WEIGHT)
+        if given_up:
+            writer.abort()
+        for _ in range(2):
+            writer.close()
+        assert path.exists() is not given_up
+        with pytest.raises(InvalidArgument, match="complete, or was given up"):
+            writer.write("weight", WEIGHT)
+    writer.abort()
+    assert [*tmp_path.iterdir()] == ([] if given_up else [path])
+
+
 def test_what_is_announced(tmp_path: Path) -> None:
     arrays = {
         "a": np.arange(6, dtype=np.int64).reshape(2, 3),

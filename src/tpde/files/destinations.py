@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from tpde.errors import InvalidDestination, TpdeError
-from tpde.files.manifest import is_packed_directory, read_manifest
+from tpde.files.manifest import read_manifest
 from tpde.format.constants import MANIFEST
 
 
@@ -78,7 +78,6 @@ def replaceable(destination: Path, names: Collection[str]) -> set[str]:
     """What may be replaced in a destination: files of these names, and those of the model packed there."""
     ours = {*names, MANIFEST}
     with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
-        if is_packed_directory(destination):
-            manifest = read_manifest(destination)
-            ours.update(manifest.files, manifest.folders)
+        manifest = read_manifest(destination)
+        ours.update(manifest.files, manifest.folders)
     return ours

@@ -114,6 +114,7 @@ class FileWriter:
             else destination
         )
         self._small = Gathered(self._sink)
+        self._ended = False
 
     def spec(self, name: str) -> TensorSpec:
         """What a tensor was announced as.
@@ -166,6 +167,7 @@ class FileWriter:
         data : bytes-like or ndarray
             Contiguous; any number of bytes.
         """
+        self._require_open(name)
         piece = as_bytes(data)
         if self._now is None or self._now[0] != name:
             spec = self._next(name)
@@ -201,11 +203,18 @@ class FileWriter:
         blob : ndarray of uint8
             Its blob, with its hash, and zeros up to a multiple of 256 bytes.
         """
+        self._require_open(name)
         spec = self._next(name)
         self._small.flush()
         header = parse_blob_header(blob[:MAX_FIXED_BYTES].tobytes(), blob.size)
         self._sink.write(self._start + self._at, [blob.data])
         self._end(name, spec, WrittenTensor(header.blob_bytes, True, header.hash))
+
+    def _require_open(self, name: str) -> None:
+        """Refuse a tensor for a file that is complete, or was given up."""
+        if self._ended:
+            why = f"tensor `{name}` comes when the file is complete, or was given up"
+            raise InvalidArgument(why, hint="write it to a new file", where=name)
 
     def _next(self, name: str) -> TensorSpec:
         """What a tensor is, which may begin now."""
@@ -275,16 +284,21 @@ class FileWriter:
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.
 
+        Once it is complete, or was given up, this does nothing.
+
         Raises
         ------
         InvalidArgument
             If a tensor is missing or incomplete.
         """
+        if self._ended:
+            return
         try:
             self._complete()
         except BaseException:
             self.abort()
             raise
+        self._ended = True
 
     def _complete(self) -> None:
         if self._now is None:
@@ -309,7 +323,8 @@ class FileWriter:
         self._sink.commit()
 
     def abort(self) -> None:
-        """Leave no trace of the file."""
+        """Leave no trace of the file, unless it is complete."""
+        self._ended = True
         try:
             self._stop()
         finally:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from tpde.errors import Corrupt, NotPacked, UnsupportedVersion, printable
+from tpde.errors import Corrupt, NotPacked, TpdeError, UnsupportedVersion, printable
 from tpde.files.documents import NotJson, is_inside, is_text, parse_json, read_document
-from tpde.files.file_kinds import may_change
-from tpde.files.walk import stays_inside
+from tpde.files.file_kinds import SAFETENSORS, may_change
+from tpde.files.packed_state import packing_configs
+from tpde.files.reader import PackedFile
+from tpde.files.walk import stays_inside, walk
 from tpde.files.weight_files import not_packed
 from tpde.format.constants import MANIFEST, VERSION
 
@@ -70,12 +72,46 @@ class Manifest:
 
 
 def is_packed_directory(folder: Path) -> bool:
-    """Whether a directory was packed by tpde."""
-    return (folder / MANIFEST).is_file()
+    """Whether a directory was packed by tpde, and not saved again since (format.md 8)."""
+    return (folder / MANIFEST).is_file() and not _is_saved_over(folder)
+
+
+def _is_saved_over(folder: Path) -> bool:
+    """Whether all weights were saved again, packed or plain, as the configuration says.
+
+    Weights that were packed with the directory hold the source's header. What cannot be read, or is not as
+    the configuration says, may be damaged.
+    """
+    tree, any_packed = walk(folder, outside=False), False
+    names = [name for name in tree.files if name.endswith(SAFETENSORS)]
+    try:
+        for name in names:
+            with PackedFile(folder / name) as file:
+                if file.original is not None:
+                    return False
+                any_packed |= file.is_packed
+        return bool(names) and bool(packing_configs(tree)) == any_packed
+    except (TpdeError, OSError):
+        return False
+
+
+def require_packed(folder: Path) -> None:
+    """Refuse a directory that was not packed, or has been saved again.
+
+    Raises
+    ------
+    NotPacked
+        If it is one.
+    """
+    if not is_packed_directory(folder):
+        raise _no_manifest(folder)
 
 
 def _no_manifest(folder: Path) -> NotPacked:
-    return not_packed(folder, f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`")
+    why = f"it has no `{MANIFEST}`"
+    if (folder / MANIFEST).is_file():
+        why = f"its weights were saved again, and its `{MANIFEST}` is of those before"
+    return not_packed(folder, f"`{folder}` is not a packed model directory, {why}")
 
 
 def read_manifest(folder: Path) -> Manifest:

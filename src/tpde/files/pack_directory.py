@@ -44,7 +44,8 @@ def pack_directory(
     if packing_configs(tree):
         refuse_packed(tree, weights.files)
     converted = {weights.sources.get(made, made) for made in (*weights.files.values(), *weights.indexes)}
-    copied = [name for name in tree.files if name not in converted]
+    # A manifest there is of what was packed in the folder before it was saved again.
+    copied = [name for name in tree.files if name not in converted and name != MANIFEST]
     names = {*copied, *weights.files.values(), *weights.indexes, *tree.links, *tree.folders}
     with new_folder(destination, replaceable(destination, names), force=force) as folder:
         packing = _Packing(tree, weights, folder, destination)

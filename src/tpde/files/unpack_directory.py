@@ -10,7 +10,7 @@ from tpde.files.copying import copy_file, finish_folders, mode_of, sha256, stand
 from tpde.files.destinations import refuse_nested, replaceable
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder
-from tpde.files.manifest import read_manifest
+from tpde.files.manifest import read_manifest, require_packed
 from tpde.files.progress import Progress, no_progress
 from tpde.files.result import Result
 from tpde.files.unpack_file import unpack_file
@@ -21,6 +21,7 @@ def unpack_directory(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> list[Result]:
     """Restore the directory that was packed; returns a result for each of its weight files."""
+    require_packed(source)
     manifest = read_manifest(source)
     refuse_nested(source, destination)
     names = {*manifest.files, *manifest.folders}

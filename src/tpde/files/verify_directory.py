@@ -12,7 +12,7 @@ from tpde.files.changed_texts import packed_config, packed_index, through_links
 from tpde.files.copying import sha256, stands_for_link
 from tpde.files.documents import parse_object
 from tpde.files.file_kinds import SAFETENSORS, is_config
-from tpde.files.manifest import Manifest, read_manifest
+from tpde.files.manifest import Manifest, read_manifest, require_packed
 from tpde.files.packed_state import is_packed, packed_names
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
@@ -20,6 +20,7 @@ from tpde.files.shards import parse_index, read_index
 from tpde.files.verify_file import verify_file
 from tpde.files.walk import walk
 from tpde.files.weight_files import as_safetensors
+from tpde.format.constants import MANIFEST
 
 
 def verify_directory(
@@ -30,6 +31,7 @@ def verify_directory(
     exclude: Sequence[str] = (),
 ) -> list[Problem]:
     """Check everything in a packed directory: unpacking gives what the manifest says, and the source has."""
+    require_packed(folder)
     manifest = read_manifest(folder)
     problems: list[Problem] = []
     for name in manifest.files:
@@ -144,6 +146,7 @@ def _left_out(manifest: Manifest, against: Path, exclude: Sequence[str]) -> list
     tree = walk(against, exclude)
     known = {*manifest.files, *manifest.folders, *(it.get("from", "") for it in manifest.files.values())}
     parents = {str(parent) for name in known for parent in PurePosixPath(name).parents}
+    known.add(MANIFEST)  # of what was there before the source was saved again
     extra = [it for it in (*tree.files, *tree.links, *tree.folders) if it not in known and it not in parents]
     unexpected = [(it.name, it.reason) for it in tree.left_out if not it.expected]
     reasons = [(printable(it), "it is not in the packed directory") for it in extra]

@@ -105,7 +105,8 @@ class PackedWriter:
         Raises
         ------
         InvalidArgument
-            If it has another dtype, or more elements than are left; if another tensor is not complete.
+            If it has another dtype, or more elements than are left; if another tensor is not complete, or
+            the file is, or was given up.
         UnknownTensor
             If no such tensor was announced.
         """
@@ -113,6 +114,8 @@ class PackedWriter:
 
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.
+
+        Once it is complete, or was given up, this does nothing.
 
         Raises
         ------
@@ -122,7 +125,7 @@ class PackedWriter:
         self._file.close()
 
     def abort(self) -> None:
-        """Leave no trace of the file."""
+        """Leave no trace of the file, unless it is complete."""
         self._file.abort()
 
     def __enter__(self) -> Self:

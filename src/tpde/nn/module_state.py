@@ -43,14 +43,18 @@ class PackedState(_Base):
             )
         slot = slots.get(name)
         if slot is not None:
-            if isinstance(value, PackedParameter) and value.packed is slot.packed:
-                return  # tying what is tied
+            self._refuse_others(slot, name, value)
+            return  # tying what is tied
+        super().__setattr__(name, value)
+
+    def _refuse_others(self, slot: GroupSlot, name: str, value: Any) -> None:
+        """Refuse anything but the same packed weight in its place."""
+        if not (isinstance(value, PackedParameter) and value.packed is slot.packed):
             raise PackedWeight(
                 f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
                 "replaced",
                 hint="call `tpde.unpack_module(module)` first",
             )
-        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         slot = self.__dict__.get("tpde_slots", {}).get(name)
@@ -68,8 +72,10 @@ class PackedState(_Base):
         Raises
         ------
         PackedWeight
-            If a packed weight was taken out, or is to be registered again. It is where it was then.
+            If it is to be replaced, was taken out, or is to be registered again. It is where it was then.
         """
+        if (slot := self.tpde_slots.get(name)) is not None:
+            self._refuse_others(slot, name, param)
         for leaf, slot in self.tpde_slots.items():
             if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):
                 self._put_back()

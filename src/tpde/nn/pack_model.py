@@ -24,22 +24,22 @@ log = logging.getLogger("tpde")
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
 
 
-def _kept(parameter: nn.Parameter, can: bool, min_bytes: int, adapted: bool) -> str | None:
+def _kept(parameter: nn.Parameter, cannot: str | None, min_bytes: int, adapted: bool) -> str | None:
     """Why a parameter stays plain; None if it may be packed.
 
     Parameters
     ----------
     parameter : nn.Parameter
         The parameter.
-    can : bool
-        Whether all that hold it can have it packed.
+    cannot : str or None
+        Why not all that hold it can have it packed.
     min_bytes : int
         As for `pack_module`.
     adapted : bool
         Whether most of the model is frozen.
     """
-    if not can:
-        return "of layers that keep theirs plain, as norms do, or biases"
+    if cannot is not None:
+        return cannot
     if (
         type(parameter) is not nn.Parameter
         or parameter.layout is not torch.strided
@@ -71,23 +71,25 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
             hint="`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors",
             where="model",
         )
-    places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
+    places: dict[int, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
-                can = supports(module, name) and full not in kept
+                cannot = f"such that each {kept[full]}" if full in kept else None
+                if not supports(module, name):
+                    cannot = "of layers that keep theirs plain, as norms do, or biases"
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
                 if id(parameter) not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
-                places.setdefault(id(parameter), []).append((full, parameter, can))
+                places.setdefault(id(parameter), []).append((full, parameter, cannot))
     work, plain = [], Counter[str]()
     for uses in places.values():
-        can = all(can for _, _, can in uses)
-        why = _kept(uses[0][1], can, min_bytes, sizes[True] < sizes[False])
+        cannot = next((it for _, _, it in uses if it is not None), None)
+        why = _kept(uses[0][1], cannot, min_bytes, sizes[True] < sizes[False])
         if why is None:
             work.append(uses)
         else:

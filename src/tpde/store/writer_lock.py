@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import weakref
@@ -58,12 +57,17 @@ class WriterLock:
         """Whether this process has it."""
         return self._descriptor >= 0 and self._owner == os.getpid()
 
+    # When the interpreter ends, what modules hold is gone before the last lock.
+    _close = staticmethod(os.close)
+
     def release(self) -> None:
         """Let others write. The file stays: whoever removed it might remove one that is locked."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            try:  # noqa: SIM105
+                self._close(descriptor)
+            except OSError:
+                pass
 
     def __del__(self) -> None:
         self.release()

@@ -13,6 +13,7 @@ from tpde.codec.registry import Gpu
 from tpde.weights.decoder import repeat
 from tpde.weights.launch import Launch, RowsLaunch, capturing, locked_reports
 from tpde.weights.source import Source
+from tpde.weights.transforms import refuse_trace
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Item
@@ -61,7 +62,10 @@ class RowReader:
             first use is reported at the next one.
         ReadError
             If the rows are read where they are streamed from, and that was closed.
+        PackedWeight
+            Within `torch.jit.trace`.
         """
+        refuse_trace(self.packed.name)
         with self.packed.opened():  # kernels read the host's memory, whether it is there or not
             return self._look_up(ids)
 

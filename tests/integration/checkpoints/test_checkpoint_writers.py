@@ -173,3 +173,15 @@ store.save(2, {"x": torch.ones(10)})
         assert store.steps == (1,)
         store.save(2, {"x": 2})
     assert {it.name for it in tmp_path.iterdir()} == {name_of(1), name_of(2), "writer.lock"}
+
+
+def test_a_lock_ends_with_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When what modules hold is gone already."""
+    from tpde.store import writer_lock
+
+    lock = writer_lock.WriterLock(tmp_path)
+    with monkeypatch.context() as patch:
+        for name in ("os", "fcntl", "weakref"):
+            patch.setattr(writer_lock, name, None)
+        lock.__del__()
+    writer_lock.WriterLock(tmp_path).release()
