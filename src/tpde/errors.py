@@ -167,7 +167,7 @@ class NotPacked(InvalidInput):
 
 
 class MissingShard(InvalidInput):
-    """A file that an index names is missing."""
+    """A weight file that an index names, or that a model needs, is missing."""
 
 
 class MissingBase(InvalidInput):

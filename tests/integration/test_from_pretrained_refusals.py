@@ -15,6 +15,7 @@ from tpde.errors import (
     Corrupt,
     InvalidArgument,
     InvalidInput,
+    MissingShard,
     NotPacked,
     Truncated,
     UnsupportedDevice,
@@ -64,7 +65,7 @@ def test_a_weight_file_is_missing(name: str, tmp_path: Path) -> None:
     pair = checkpoint(tmp_path, "llama", **({"max_shard_size": "100KB"} if "*" in name else {}))
     (gone,) = pair.packed.glob(name)
     gone.unlink()
-    with pytest.raises(InvalidInput, match=rf"{gone.name}` does not exist, so that weights are missing"):
+    with pytest.raises(MissingShard, match=rf"{gone.name}` does not exist, so that weights are missing"):
         tpde.from_pretrained(pair.packed)
 
 

@@ -177,3 +177,19 @@ def test_a_folder_without_a_tokenizer(
     ) as caught:
         load_tokenizer(tmp_path)
     assert error is KeyError or "at all" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "T5", "GPT2", "Qwen2"])
+def test_a_tokenizer_made_of_nothing_is_refused(kind: str, tmp_path: Path) -> None:
+    """As transformers 5 makes one for some kinds of models without files: all texts would be the same."""
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match="has no tokenizer that transformers can load") as caught:
+        load_tokenizer(tmp_path)
+    assert "tokenizer.json" in str(caught.value.hint)
+
+
+def test_a_tokenizer_of_bytes_is_taken(tmp_path: Path) -> None:
+    """It has no file of words."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    transformers.T5Config().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)("a")["input_ids"] == [100, 1]

@@ -118,11 +118,11 @@ def _comparer(host: HostComparer, before: Mapping[str, torch.Tensor], after: Liv
 
 
 def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
-    """Refuse two states that are the same tensors: the delta would say that nothing changed."""
+    """Refuse two states in the same memory: the delta would say that nothing changed."""
     both = [name for name in new if name in old and new[name].numel()]
     if both and all(old[name].data_ptr() == new[name].data_ptr() for name in both):
         raise InvalidInput(
-            f"`old` and `new` are the same tensors, such as `{both[0]}`: nothing would have changed",
+            f"`old` and `new` have the same memory, such as that of `{both[0]}`: a change is in both",
             hint="clone the tensors before they change, or save them with `tpde.torch.save_file`",
             where=both[0],
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpde.errors import InvalidInput, printable
+from tpde.errors import InvalidInput, MissingShard, printable
 from tpde.files.documents import json_object
 from tpde.files.inputs import resolve
 from tpde.files.shards import read_index
@@ -129,7 +129,7 @@ def require_files(folder: Path) -> None:
 
     Raises
     ------
-    InvalidInput
+    MissingShard, InvalidInput
         Naming the first file that is not.
     """
     generation = folder / "generation_config.json"
@@ -138,7 +138,7 @@ def require_files(folder: Path) -> None:
     for file in weight_files(folder):
         if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
             what = "is no file" if os.path.exists(file) else "does not exist"
-            raise InvalidInput(
+            raise MissingShard(
                 f"`{printable(file)}` {what}, so that weights are missing",
                 hint="fetch it again",
                 where=str(file),

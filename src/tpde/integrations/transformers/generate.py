@@ -72,13 +72,28 @@ def load_tokenizer(folder: Path) -> Any:
         If there is none that transformers can load.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        found = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise InvalidInput(
-            f"`{folder}` has no tokenizer that transformers can load ({first})",
-            hint="add the source's `tokenizer.json` and `tokenizer_config.json`",
-        ) from None
+        raise _no_tokenizer(folder, first) from None
+    if _has_no_words(found):
+        raise _no_tokenizer(folder, f"of what is there it makes a {type(found).__name__} without words")
+    return found
+
+
+def _no_tokenizer(folder: Path, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"`{folder}` has no tokenizer that transformers can load ({why})",
+        hint="add the source's `tokenizer.json` and `tokenizer_config.json`",
+    )
+
+
+def _has_no_words(tokenizer: Any) -> bool:
+    """Whether all texts are unknown to a tokenizer: without files, transformers 5 makes some of nothing.
+
+    They have special tokens, and T5's the mark of a word's beginning.
+    """
+    return len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2
 
 
 def generate(
