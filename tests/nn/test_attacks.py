@@ -229,9 +229,9 @@ def test_the_storage_of_a_weight_is_kept() -> None:
     assert plain.blocks[0].up.weight.detach().numpy().tobytes() in bytes(kept[0])
 
 
-def test_a_registered_weight_is_cast() -> None:
+def test_a_weight_in_the_place_of_a_packed_one_is_cast() -> None:
     _, model = both(nn.Linear(64, 64))
-    model.register_parameter("weight", nn.Parameter(torch.zeros(64, 64, dtype=torch.float64)))
+    model._parameters["weight"] = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
     model.to(torch.float32)
     assert model.weight.dtype is torch.float32
     assert not model.weight.any()

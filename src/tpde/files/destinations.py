@@ -78,6 +78,7 @@ def replaceable(destination: Path, names: Collection[str]) -> set[str]:
     """What may be replaced in a destination: files of these names, and those of the model packed there."""
     ours = {*names, MANIFEST}
     with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
-        manifest = read_manifest(destination)
-        ours.update(manifest.files, manifest.folders)
+        if os.path.isfile(destination / MANIFEST):
+            manifest = read_manifest(destination)
+            ours.update(manifest.files, manifest.folders)
     return ours

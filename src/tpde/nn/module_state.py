@@ -96,7 +96,7 @@ class PackedState(_Base):
     @contextmanager
     def _without_packed(self) -> Iterator[None]:
         """PyTorch's own code passes over packed weights meanwhile."""
-        held = self._parameters  # maybe others by now: `register_parameter` replaces what is there
+        held = self._parameters  # maybe others by now: anybody may write to it
         packed = {
             name: it.parameter for name, it in self.tpde_slots.items() if held.get(name) is it.parameter
         }
