@@ -204,7 +204,7 @@ def test_one_tensor_of_its_own_memory_makes_two_states() -> None:
     assert tpde.apply_delta(clones(old) | {"new": shared.clone() + 1}, delta) == 2
     assert tpde.apply_delta({"none": empty}, tpde.make_delta({"none": empty}, {"none": empty})) == 0
     assert tpde.make_delta({"x": shared}, {"y": shared})
-    with pytest.raises(InvalidInput, match="such as `a`") as caught:
+    with pytest.raises(InvalidInput, match="such as that of `a`") as caught:
         tpde.make_delta(old, {"a": shared, "none": empty})
     assert caught.value.where == "a"
 
