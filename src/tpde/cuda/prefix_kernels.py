@@ -18,7 +18,7 @@ from tpde.format.blob_header import MAX_FIXED_BYTES, parse_blob_header
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
-_SHAPE = 256, 1024  # of the sample: 32 chunks, which take 3 ms
+_SHAPE = 256, 1024  # of the sample: 32 chunks
 
 
 def compile_ahead(dtype: str, device: int, *, packing: bool) -> None:

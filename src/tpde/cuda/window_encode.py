@@ -25,6 +25,7 @@ from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.backend import Backend, current
+from tpde.cuda.compiling import submit
 
 SOURCE = "window_encode.cu"
 COUNTS_BYTES = 2048  # of the start of scratch memory: which XORs escapes have, for both values of the flag
@@ -58,14 +59,19 @@ class ChosenWindow(NamedTuple):
     said: Bytes
 
 
-def compile_kernels(backend: Backend, device: int) -> None:
-    """Compile and load the kernels.
+def compile_ahead(device: int) -> None:
+    """Compile the kernels in another thread: see `tpde.cuda.compiling.submit`.
 
     Raises
     ------
-    MissingDependency, UnsupportedDevice, CompileError
-        If they cannot run.
+    MissingDependency, UnsupportedDevice
+        If there is no driver, no such device, or it cannot run our kernels.
     """
+    current().facts(device)
+    submit(_compile, (), device)
+
+
+def _compile(backend: Backend, device: int) -> None:
     backend.kernel(SOURCE, "plan", {}, device)
 
 

@@ -223,15 +223,8 @@ class DeviceExperts:
 
 
 def compile_ahead(experts: int, rows: int, columns: int, device: int) -> None:
-    """Compile what experts of a shape take: see `tpde.cuda.compiling.submit`.
-
-    Raises
-    ------
-    MissingDependency, UnsupportedDevice
-        If there is no driver, no such device, or it cannot run our kernels.
-    """
-    current().facts(device)
-    submit(window_encode.compile_kernels, (), device)
+    """Compile what experts of a shape take: see `window_encode.compile_ahead`."""
+    window_encode.compile_ahead(device)
     submit(_compile, (columns, -(-rows // 16), experts), device)
 
 

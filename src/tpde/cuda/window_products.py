@@ -242,15 +242,8 @@ class DeviceWindow:
 
 
 def compile_ahead(rows: int, columns: int, device: int) -> None:
-    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `tpde.cuda.compiling.submit`.
-
-    Raises
-    ------
-    MissingDependency, UnsupportedDevice
-        If there is no driver, no such device, or it cannot run our kernels.
-    """
-    current().facts(device)
-    submit(window_encode.compile_kernels, (), device)
+    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `window_encode.compile_ahead`."""
+    window_encode.compile_ahead(device)
     submit(_compile, (rows, columns, 0), device)
 
 
