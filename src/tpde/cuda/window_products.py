@@ -242,7 +242,7 @@ class DeviceWindow:
 
 
 def compile_ahead(rows: int, columns: int, device: int) -> None:
-    """Compile what a trained matrix of a shape takes, with `ZERO` clear: see `window_encode.compile_ahead`."""
+    """Compile what a trained matrix takes, with `ZERO` clear: see `window_encode.compile_ahead`."""
     window_encode.compile_ahead(device)
     submit(_compile, (rows, columns, 0), device)
 
