@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -127,3 +128,31 @@ def test_bindings_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(MissingDependency, match="needs `cuda-core` and `cuda-bindings`") as caught:
         capability.bindings()
     assert caught.value.hint == capability.INSTALL
+
+
+RACE = """
+import sys, threading, time
+
+from tpde.cuda.capability import cuda_core
+
+def other(delay):
+    while "cuda.core" not in sys.modules:
+        time.sleep(0)
+    time.sleep(delay)
+    found.append(hasattr(cuda_core(), "Device"))
+
+found = []
+threads = [threading.Thread(target=other, args=(delay / 100,)) for delay in range(20)]
+for it in threads:
+    it.start()
+cuda_core()
+for it in threads:
+    it.join()
+print(found.count(True))
+"""
+
+
+def test_threads_import_the_library_one_after_the_other() -> None:
+    """One that asked for it while another imported it was given what there was of it so far."""
+    made = subprocess.run([sys.executable, "-c", RACE], check=True, capture_output=True, text=True)
+    assert made.stdout == "20\n"

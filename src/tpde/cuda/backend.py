@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tpde.codec.native import MOST_PARAMETERS, CoreLaunch, core
-from tpde.cuda.capability import CudaDriver, DeviceFacts, call
+from tpde.cuda.capability import CudaDriver, DeviceFacts, call, cuda_core
 from tpde.cuda.compile import Compiler, Cubins, Nvrtc
 from tpde.cuda.nvcomp import Nvcomp
 from tpde.errors import UnsupportedDevice
@@ -197,18 +197,14 @@ class _CudaKernel:
         return int(call(found, "finding cuLaunchKernelEx")[0])
 
     def clusters_at_once(self, cluster: int, block: int, shared: int) -> int:
-        from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig
-
-        config = LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
+        config = cuda_core().LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
         self.enter()
-        return int(self._made.occupancy.max_active_clusters(config, stream=LEGACY_DEFAULT_STREAM))
+        return int(self._made.occupancy.max_active_clusters(config, stream=cuda_core().LEGACY_DEFAULT_STREAM))
 
     def enter(self) -> None:
         """Have a context in this thread: PyTorch's for backward passes have none before they launch."""
-        from cuda.core import Device
-
         if not int(call(self._driver.cuCtxGetCurrent(), "asking for the current context")):
-            Device(self._device).set_current()
+            cuda_core().Device(self._device).set_current()
         _thread.entered = True
 
     def refuse(self, code: int) -> None:
@@ -284,12 +280,10 @@ class CudaBackend:
 
     def _load(self, code: bytes, source: str, name: str, device: int) -> Kernel:
         driver = self._driver.calls
-        from cuda.core import Device, ObjectCode
-
         current = call(driver.cuCtxGetCurrent(), "asking for the current context")
-        Device(device).set_current()
+        cuda_core().Device(device).set_current()
         try:
-            made = ObjectCode.from_cubin(code, name=source).get_kernel(name)
+            made = cuda_core().ObjectCode.from_cubin(code, name=source).get_kernel(name)
             # A block may use more than 48 KiB only if it is asked for.
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             handle = driver.CUkernel(int(made.handle))

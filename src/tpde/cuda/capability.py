@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import threading
 from typing import Any, NamedTuple
 
 from tpde.errors import MissingDependency, UnsupportedDevice
 
 MIN_CAPABILITY = (8, 0)  # cp.async and __reduce_add_sync: Ampere and later
 INSTALL = "pip install 'tpde[cuda]'"
+
+_importing = threading.Lock()
 
 
 class DeviceFacts(NamedTuple):
@@ -20,6 +24,16 @@ class DeviceFacts(NamedTuple):
     shared_bytes: int  # that one block may use
 
 
+def cuda_core() -> Any:
+    """`cuda.core`, imported by one thread at a time.
+
+    Before all of it is there, its module takes the attributes of the one for a CUDA version (1.0 to 1.2),
+    among them that it is imported: a thread that imports it then is given what there is so far.
+    """
+    with _importing:
+        return importlib.import_module("cuda.core")
+
+
 def bindings() -> tuple[Any, Any]:
     """`cuda.bindings.driver` and `cuda.bindings.nvrtc`.
 
@@ -29,7 +43,7 @@ def bindings() -> tuple[Any, Any]:
         If `cuda-core` or `cuda-bindings` is not installed.
     """
     try:
-        import cuda.core  # noqa: F401 - PyTorch brings `cuda-bindings` alone
+        cuda_core()  # PyTorch brings `cuda-bindings` alone
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise MissingDependency(

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpde.cuda.capability import INSTALL, bindings
+from tpde.cuda.capability import INSTALL, bindings, cuda_core
 from tpde.errors import CompileError, InvalidDestination, MissingDependency
 from tpde.io.sinks import FileSink
 
@@ -107,10 +107,8 @@ class Nvrtc:
     def cubin(self, source: str, defines: Mapping[str, int], arch: str) -> tuple[bytes, str]:
         """Compile a kernel file; needs neither a GPU nor a driver."""
         version = self.version()
-        from cuda.core import Program, ProgramOptions
-
         log = io.StringIO()
-        options = ProgramOptions(
+        options = cuda_core().ProgramOptions(
             name=source,
             arch=arch,
             std="c++17",
@@ -118,7 +116,7 @@ class Nvrtc:
             ptxas_options="-v",
         )
         try:
-            program = Program(self.text(source), "c++", options)
+            program = cuda_core().Program(self.text(source), "c++", options)
             made = program.compile("cubin", logs=log)
         except Exception as error:  # cuda.core raises classes of its own, of bindings and of the linker
             raise CompileError(
