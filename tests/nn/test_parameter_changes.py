@@ -13,6 +13,7 @@ from support.models import assert_same_bits
 from support.parameters import draw, packed
 from support.small import IDS, Model, torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
@@ -174,6 +175,21 @@ def test_programs_without_weights_are_refused(pair: tuple[Model, Model]) -> None
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(PackedWeight, match=r"torch\.jit\.trace"):
             torch.jit.trace(ours.embed, (IDS,))
+
+
+def test_what_fx_traces_is_refused(pair: tuple[Model, Model]) -> None:
+    """It would hold views of the memory that each layer decodes to."""
+    _, ours = pair
+    for module, given in ((ours.blocks[0].up, draw(2, 64)), (ours.embed, IDS)):
+        for trace in (
+            lambda module=module: torch.fx.symbolic_trace(nn.Sequential(module)),
+            lambda module=module, given=given: make_fx(module)(given),
+            lambda module=module, given=given: make_fx(module, tracing_mode="symbolic")(given),
+        ):
+            with pytest.raises(PackedWeight, match=r"constants of what a tracer makes"):
+                trace()
+    with pytest.raises(PackedWeight, match=r"torch\.func\.linearize"):
+        torch.func.linearize(ours.blocks[0], draw(2, 64))
 
 
 # ---- pieces ----

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", minversion="5.13", reason="needs transformers 5.13")
 
+from support.models import assert_same_bits  # noqa: E402
 from support.quantizers import made  # noqa: E402
 
 import tpde  # noqa: E402
-from tpde.errors import MissingDependency  # noqa: E402
+from tpde.errors import MissingDependency, PackedWeight  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
 from tpde.loading import live_models  # noqa: E402
 from tpde.nn import pack_module as nn_pack_module  # noqa: E402
@@ -68,10 +71,9 @@ def test_a_model_whose_quantizer_is_another_is_left_alone() -> None:
     assert gone() is None
 
 
-def _llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1
-    )
+def _llama(**more: Any) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1, **more)
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
@@ -89,6 +91,56 @@ def test_an_unpacked_model_is_as_it_was() -> None:
         assert it.get_memory_footprint() == sum(p.nbytes for p in it.parameters()) + sum(
             b.nbytes for b in it.buffers()
         )
+
+
+def test_a_given_state_is_the_models_own(tmp_path: Path) -> None:
+    """transformers looks at none of a quantized model: other weights would be saved as these."""
+    model = _llama()
+    plain = {name: it.clone() for name, it in model.state_dict().items()}
+    live_models.pack_module(model, min_bytes=0)
+    for number, state in enumerate((None, model.state_dict(), plain)):
+        model.save_pretrained(tmp_path / str(number), state_dict=state)
+    saved = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(3)]
+    assert saved[1:] == saved[:1] * 2
+    name, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    others = (
+        plain | {name: plain[name] * 2},
+        plain | {norm: plain[norm] * 2},
+        plain | {name: plain[name].float()},
+        plain | {name: plain[name][:1]},
+        plain | {"more": plain[name]},
+        {it: value for it, value in plain.items() if it != name},
+        {it: value for it, value in plain.items() if it != norm},
+    )
+    for owner in (model, copy.deepcopy(model)):
+        for state in others:
+            with pytest.raises(PackedWeight, match=r"a state that is not the model's: 1 of 1\d tensors"):
+                owner.save_pretrained(tmp_path / "other", True, state)
+    assert not (tmp_path / "other").exists()
+    live_models.unpack_module(model).save_pretrained(tmp_path / "other", state_dict=others[0])
+
+
+def test_a_given_state_has_tied_weights_once(tmp_path: Path) -> None:
+    model = _llama(tie_word_embeddings=True)
+    live_models.pack_module(model, min_bytes=0)
+    state = model.state_dict()
+    del state["lm_head.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+
+
+def test_dequantize(tmp_path: Path) -> None:
+    """The plain model: no dtype but the one that is asked for."""
+    model = _llama()
+    model.model.norm.float()
+    plain = {name: it.clone() for name, it in model.state_dict().items()}
+    live_models.pack_module(model, min_bytes=0)
+    assert model.dequantize() is model
+    assert next(packed_modules(model), None) is None
+    assert "save_pretrained" not in vars(model)
+    for name, it in model.state_dict().items():
+        assert_same_bits(it, plain[name])
+    live_models.pack_module(model, min_bytes=0)
+    assert {it.dtype for it in model.dequantize(torch.float64).parameters()} == {torch.float64}
 
 
 def test_a_part_that_stays_packed_stays_ours() -> None:

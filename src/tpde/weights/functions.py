@@ -79,6 +79,7 @@ def dispatch(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]
         return _SPECIAL[_T.copy_](func, *args)
     for place, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
+        written |= place == 0 and func._schema.name in _RECEIVING
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for it in value if isinstance(value, (tuple, list)) else (value,):
             if written and isinstance(it, Packed):
@@ -88,6 +89,17 @@ def dispatch(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]
     return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
+# Operators between processes that write to their first argument, which their schemas do not say.
+_RECEIVING = {
+    f"c10d::{name}"
+    for name in (
+        *("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_into_tensor_coalesced_"),
+        *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "reduce_scatter_", "alltoall_"),
+        *("recv_", "recv_any_source_", "scatter_", "reduce_scatter_tensor_coalesced_"),
+    )
+}
+
+
 def _decoded(value: T) -> T | Tensor:
     return value.plain() if isinstance(value, Packed) else value
 
@@ -95,26 +107,40 @@ def _decoded(value: T) -> T | Tensor:
 def _compute(func: Function[object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Run a function on decoded copies."""
     first = next(iter((*args, *kwargs.values())), None)  # some pass all they got by name
-    if isinstance(first, Packed) and changes_first(func):
-        raise refuse_change(first.packed.name, function_name(func))
+    for it in first if isinstance(first, (tuple, list)) else (first,):
+        if isinstance(it, Packed) and changes_first(func):
+            raise refuse_change(it.packed.name, function_name(func))
     out = kwargs.get("out")
     if isinstance(out, Packed):
         raise refuse_change(out.packed.name, function_name(func))
-    copies: dict[int, tuple[str, Tensor, int]] = {}
+    copies: dict[int, tuple[Packed, Tensor, int]] = {}
 
     def decoded(value: object) -> object:
         if not isinstance(value, Packed):
             return value
         if id(value) not in copies:
             copy = value.plain()
-            copies[id(value)] = value.packed.name, copy, copy._version
+            copies[id(value)] = value, copy, copy._version
         return copies[id(value)][1]
 
     result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
-    for name, copy, version in copies.values():
-        if copy._version != version:
-            raise refuse_change(name, function_name(func))
-    return guarded(result, {copy.untyped_storage().data_ptr(): name for name, copy, _ in copies.values()})
+    others = _received(func, result)
+    for weight, copy, version in copies.values():
+        if copy._version != version or (others and not weight.takes(copy)):
+            raise refuse_change(weight.packed.name, function_name(func))
+    names = {copy.untyped_storage().data_ptr(): it.packed.name for it, copy, _ in copies.values()}
+    return guarded(result, names)
+
+
+def _received(func: object, result: object) -> bool:
+    """Whether a function between processes may have written to memory, uncounted; waits until it has."""
+    own = str(getattr(func, "__module__", "")).startswith("torch.distributed.")
+    if not own or function_name(func) in ("send", "isend"):
+        return False
+    wait = getattr(result, "wait", None)
+    if wait is not None:
+        wait()
+    return True
 
 
 def _embedding(

@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx import _symbolic_trace
 
 from tpde.errors import PackedWeight
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def transformed() -> bool:
@@ -31,15 +34,22 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def refuse_trace(name: str) -> None:
-    """Refuse `torch.jit.trace`.
+    """Refuse `torch.jit.trace`, `torch.fx.symbolic_trace`, `make_fx`, and what is made of them.
+
+    What they make would hold decoded weights as constants: views of memory that the next layer decodes to.
 
     Raises
     ------
     PackedWeight
         If this thread is in one.
     """
-    if torch._C._get_tracing_state() is not None:
+    if (
+        torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or _symbolic_trace._is_fx_tracing_flag
+    ):
         raise PackedWeight(
-            f"the packed weights of `{name}` would be constants of what `torch.jit.trace` makes",
+            f"the packed weights of `{name}` would be constants of what a tracer makes (`torch.jit.trace`, "
+            "`torch.fx`, `torch.func.linearize`)",
             hint="call `tpde.unpack_module(model)` first",
         )

@@ -19,6 +19,7 @@ from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
+from tpde.integrations.transformers.given_state import SavePretrainedMethod
 from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
@@ -35,6 +36,7 @@ from tpde.integrations.transformers.warmup import Warmup
 from tpde.integrations.transformers.weight_map import WeightMap, expected_dtypes, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device
+from tpde.loading.live_models import unpack_module
 from tpde.loading.quantized import PackedQuantizer
 from tpde.memory.device_memory import require
 from tpde.nn import PackedTensor, finish, packed_modules
@@ -42,6 +44,8 @@ from tpde.nn.attached_deltas import attach
 from tpde.nn.kernels import tell_if_none
 
 log = logging.getLogger("tpde")
+
+_METHODS = {"get_memory_footprint": MemoryFootprintMethod, "save_pretrained": SavePretrainedMethod}
 
 
 class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
@@ -256,7 +260,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
         forget_quantized(model)
-        model.get_memory_footprint = MemoryFootprintMethod(model)
+        _give_methods(model)
         self._model = self._checkpoint = self._weights = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
@@ -299,7 +303,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Belong to a model that was packed in memory: saving it writes its blobs."""
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
-        model.get_memory_footprint = MemoryFootprintMethod(model)
+        _give_methods(model)
 
     def adopt_inner(self, model: Any) -> None:
         """Have the models that are in this one saved likewise, each by itself: `model.model`."""
@@ -315,8 +319,13 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Leave a model that holds nothing packed any more as it was without this."""
         give_conversions(model, self.conversions)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
-        for name in ("get_memory_footprint", "is_quantized"):
+        for name in (*_METHODS, "is_quantized"):
             model.__dict__.pop(name, None)
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """`model.dequantize()`: the plain model, cast only if a dtype is given."""
+        made = unpack_module(model)
+        return made if dtype is None else made.to(dtype)
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
@@ -326,3 +335,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may record a whole pass in CUDA graphs: not what comes from files."""
         return not self.streamed
+
+
+def _give_methods(model: Any) -> None:
+    for name, kind in _METHODS.items():
+        setattr(model, name, kind(model))
