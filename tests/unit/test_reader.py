@@ -161,3 +161,11 @@ def test_hashes_of_plain_tensors_are_in_the_order_of_their_names() -> None:
     assert [it.tensor for it in verify_bytes(changed)] == ["Z", "a10"]
     with pytest.raises(Corrupt, match="hash to"):
         unpack_bytes(changed)
+
+
+@pytest.mark.parametrize("kept", ["tpde.source", "tpde.source_hash", "tpde.plain"])
+def test_what_a_version_belongs_to_is_not_there_alone(kept: str) -> None:
+    """format.md 1.3. A file that another tool saved has none of them."""
+    data = safetensors_bytes({"a": (TensorSpec("F32", (3,)), b"x" * 12)}, {kept: "x", "tpde2": "1"})
+    with pytest.raises(Corrupt, match=rf"has `{kept}`, but no `tpde`"):
+        PackedFile(data)

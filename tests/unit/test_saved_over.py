@@ -64,7 +64,9 @@ def test_saved_plain(packed: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "restored" / "tpde_manifest.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["plain weights", "weights saved again", "configuration", "no weights"])
+@pytest.mark.parametrize(
+    "damage", ["plain weights", "weights saved again", "configuration", "no weights", "version"]
+)
 def test_damage_is_no_saving(packed: Path, tmp_path: Path, damage: str) -> None:
     """Weights and configuration are saved together; of one alone the manifest goes on to tell."""
     other = tmp_path / "other"
@@ -75,6 +77,10 @@ def test_damage_is_no_saving(packed: Path, tmp_path: Path, damage: str) -> None:
         (packed / "model.safetensors").write_bytes(data)
     elif damage == "configuration":
         shutil.copy(tmp_path / "plain" / "config.json", packed)
+    elif damage == "version":
+        data = bytearray((packed / "model.safetensors").read_bytes())
+        data[data.index(b'"tpde":"1"') + 4] ^= 1
+        (packed / "model.safetensors").write_bytes(data)
     elif damage == "no weights":
         (packed / "model.safetensors").unlink()
     else:

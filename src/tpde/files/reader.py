@@ -14,7 +14,7 @@ from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, UnknownTensor, UnsupportedVersion
 from tpde.files.source_header import original_header
 from tpde.files.tensor_reader import BlobTensor, PlainTensor, StoredTensor
-from tpde.format.constants import KEY_PLAIN, KEY_VERSION, MAGIC, SUFFIX, VERSION
+from tpde.format.constants import KEY_PLAIN, KEY_VERSION, KEYS, MAGIC, SUFFIX, VERSION
 from tpde.format.container import Container, Entry, TensorSpec
 from tpde.format.container_reader import read_container
 from tpde.format.container_writer import canonical_header
@@ -74,6 +74,13 @@ class PackedFile:
                 where=self.source.name,
                 found=version[:20],
                 needed=str(VERSION),
+            )
+        kept = [key for key in KEYS if key in metadata]
+        if version is None and kept:
+            raise Corrupt(
+                f"{where}: the metadata has `{kept[0]}`, but no `{KEY_VERSION}`, the version of the format",
+                hint="the file is damaged, fetch it again",
+                where=self.source.name,
             )
         # The source's header, or None where another tool dropped it: format.md 1.2, 1.3.
         self.original = original_header(self.container, self.source.name) if version is not None else None

@@ -13,6 +13,7 @@ KEY_VERSION: Final = "tpde"
 KEY_SOURCE: Final = "tpde.source"
 KEY_SOURCE_HASH: Final = "tpde.source_hash"
 KEY_PLAIN: Final = "tpde.plain"
+KEYS: Final = KEY_SOURCE, KEY_SOURCE_HASH, KEY_PLAIN  # that are there with a version alone
 
 # format.md 1.6
 ALIGN_LARGE: Final = 4096

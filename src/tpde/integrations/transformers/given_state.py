@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import weakref
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,46 +15,24 @@ from tpde.nn import PackedParameter
 _NAMED = 3  # tensors in an error
 
 
-class SavePretrainedMethod:
-    """`save_pretrained` of a packed model of transformers: it takes the model's own state alone.
+def given_state() -> Mapping[str, Any] | None:
+    """The state that `save_pretrained` was given, for the function that it calls and that calls this.
 
-    transformers asks a quantized model's quantizer for its state, and forgets the one that was given: an
-    average of weights would be saved as the model's own. It takes the place of the method in the model's own
-    attributes.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Not held: were it, a model that nobody uses would stay.
+    transformers asks a quantized model's quantizer for its state, tells it of no other, and forgets that: an
+    average of weights would be saved as the model's own. So it is looked up where it is a local variable.
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model.
-
-        Raises
-        ------
-        PackedWeight
-            If a state is given that is not the model's.
-        """
-        model: Any = self._model()
-        assert model is not None
-        save = type(model).save_pretrained
-        given = inspect.signature(save).bind(model, *args, **kwargs).arguments.get("state_dict")
-        if given is not None:
-            _refuse_others(model, given)
-        return save(model, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._model = weakref.ref(state["model"])
+    asks = sys._getframe(2)
+    return asks.f_locals.get("state_dict") if asks.f_code.co_name == "save_pretrained" else None
 
 
-def _refuse_others(model: Any, given: Mapping[str, Any]) -> None:
+def refuse_others(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse to save a state that is not the model's.
+
+    Raises
+    ------
+    PackedWeight
+        If one of its tensors is missing, or has other bits.
+    """
     own: dict[str, Any] = model.state_dict()
     other = [name for name, it in given.items() if name not in own or not _is_same(own[name], it)]
     if not getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved of one that has some

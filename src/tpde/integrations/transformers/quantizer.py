@@ -19,7 +19,7 @@ from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
-from tpde.integrations.transformers.given_state import SavePretrainedMethod
+from tpde.integrations.transformers.given_state import given_state, refuse_others
 from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
@@ -44,8 +44,6 @@ from tpde.nn.attached_deltas import attach
 from tpde.nn.kernels import tell_if_none
 
 log = logging.getLogger("tpde")
-
-_METHODS = {"get_memory_footprint": MemoryFootprintMethod, "save_pretrained": SavePretrainedMethod}
 
 
 class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
@@ -260,7 +258,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
         forget_quantized(model)
-        _give_methods(model)
+        model.get_memory_footprint = MemoryFootprintMethod(model)
         self._model = self._checkpoint = self._weights = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
@@ -290,12 +288,15 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         Raises
         ------
         PackedWeight
-            If weights are streamed.
+            If weights are streamed, or `save_pretrained` was given a state that is not the model's.
         """
         self.require_bytes()
+        given = given_state()
         if next(packed_modules(model), None) is None:
             self.release(model)
-            return model.state_dict(), {}
+            return dict(model.state_dict() if given is None else given), {}
+        if given is not None:
+            refuse_others(model, given)
         model.config.quantization_config = self.quantization_config
         return state_to_save(model, self.conversions), {}
 
@@ -303,7 +304,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Belong to a model that was packed in memory: saving it writes its blobs."""
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
-        _give_methods(model)
+        model.get_memory_footprint = MemoryFootprintMethod(model)
 
     def adopt_inner(self, model: Any) -> None:
         """Have the models that are in this one saved likewise, each by itself: `model.model`."""
@@ -319,7 +320,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Leave a model that holds nothing packed any more as it was without this."""
         give_conversions(model, self.conversions)
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
-        for name in (*_METHODS, "is_quantized"):
+        for name in ("get_memory_footprint", "is_quantized"):
             model.__dict__.pop(name, None)
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -335,8 +336,3 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may record a whole pass in CUDA graphs: not what comes from files."""
         return not self.streamed
-
-
-def _give_methods(model: Any) -> None:
-    for name, kind in _METHODS.items():
-        setattr(model, name, kind(model))
