@@ -1,10 +1,13 @@
 """Perplexity and greedy tokens of a model with fused kernels, beside those of the plain model.
 
-A text is read in windows of 512 tokens, or as many as the model allows, one window at a time, with a cache
-and in steps of 64 tokens: as many rows as fused kernels multiply on every GPU. What is left after the last
-whole window is not read. The plain model reads the text so, too, and again in steps of 8 tokens, two windows
-at a time, and, of some windows, token by token: for 8, 128 rows and one the matrix library may take other
-kernels.
+Perplexity is of a text, or of all Python files of a folder, in windows of 512 tokens, or as many as the
+model allows, 16 at a time. Linear layers of the model with fused kernels multiply 64 rows of such a batch at
+a time: as many as fused kernels do on every GPU. The plain model multiplies all at once, and again 64 at a
+time. All else is computed alike. What is left after the last whole window is not read.
+
+Greedy tokens are of the first 176 windows, which are read one at a time, with a cache and in steps of 64
+tokens. The plain model reads them so, too, and again in steps of 8 tokens, two windows at a time, and, of
+some windows, token by token: for 8, 128 rows and one PyTorch may take other kernels.
 
 At each position, how far apart the plain model's two largest logits are, of 64 rows, is held against how far
 apart another way's logits of these two tokens are. The plain model's noise is the largest change of that, at
@@ -22,19 +25,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness.gpu import device
+from benchmarks.harness.parts import Reader, sums_of
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, windows_of
 
 TITLE, NEEDS_GPU = "Quality of fused kernels", True
 PLAIN, FUSED = "plain", "fused"
 GROUP = 8  # windows that all ways read before the next ones
+LOOKED = 22  # groups whose greedy tokens are compared
 SEVERAL = 16  # groups, of which token by token only the first is read
 # Windows at a time, tokens of a step, and of how many groups one is read.
 _OTHERS = (1, 1, SEVERAL), (1, 8, 1), (2, STEP, 1)
 OTHERS = {f"{PLAIN}, {it[0] * it[1]} rows": it for it in _OTHERS}
 MOST = 0.999  # of the differences: the share that a table gives beside all
 LISTED = 50  # positions; the JSON file has all
-PROGRESS = 32  # groups
+FILES = 512  # that are read before it is asked whether there are tokens enough
 
 
 class Way(NamedTuple):
@@ -49,13 +54,11 @@ class Way(NamedTuple):
 class Seen(NamedTuple):
     """Tensors of what a way makes of windows.
 
-    `sums` are those of the logarithms of tokens' probabilities, in float64, one for each window. By window
-    and position, `greedy` are the tokens of the largest logits, `gaps` by how much the plain model's own
-    greedy token has a larger logit there than that one, and `moved` by how much the difference of its two
-    largest logits is another here.
+    By window and position, `greedy` are the tokens of the largest logits, `gaps` by how much the plain
+    model's own greedy token has a larger logit there than that one, and `moved` by how much the difference of
+    its two largest logits is another here.
     """
 
-    sums: Any
     greedy: Any
     gaps: Any
     moved: Any
@@ -69,15 +72,12 @@ def largest_two(logits: Any) -> Any:
     return torch.cat([first, logits.scatter(-1, first, -math.inf).argmax(-1, keepdim=True)], -1)
 
 
-def look(logits: Any, plain: Any, top: Any, targets: Any) -> Seen:
+def look(logits: Any, plain: Any, top: Any) -> Seen:
     """What there is to see in logits, beside the plain model's and its `largest_two`."""
-    import torch
-
-    logs = torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None])
     greedy, best = logits.argmax(-1, keepdim=True), plain.gather(-1, top).float()
     gaps = best[..., :1] - plain.gather(-1, greedy).float()
     moved = (logits.gather(-1, top).float() - best).diff(dim=-1).abs()[..., 0]
-    return Seen(logs.double().sum((-2, -1)), greedy[..., 0], gaps[..., 0], moved)
+    return Seen(greedy[..., 0], gaps[..., 0], moved)
 
 
 def read(model: Any, windows: Any, step: int) -> Any:
@@ -99,9 +99,8 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
     found: dict[str, list[Seen]] = {name: [] for name in ways}
     with torch.inference_mode():
         for number, group in enumerate(windows.to(device()).split(GROUP)):
-            if number % PROGRESS == 0:
-                note(f"{number * GROUP} of {len(windows)} windows")
-            given, targets = group[:, :-1], group[:, 1:]
+            note(f"{number * GROUP} of {len(windows)} windows, for greedy tokens")
+            given = group[:, :-1]
             plain = top = None
             for name, (model, together, step, every) in ways.items():
                 if number % every:
@@ -109,7 +108,7 @@ def measure(ways: Mapping[str, Way], windows: Any) -> dict[str, Seen]:
                 logits = torch.cat([read(model, it, step) for it in given.split(together)])
                 if plain is None:
                     plain, top = logits, largest_two(logits)
-                found[name].append(look(logits, plain, top, targets))
+                found[name].append(look(logits, plain, top))
         return {
             name: Seen(*(torch.cat(it).cpu() for it in zip(*parts, strict=True)))
             for name, parts in found.items()
@@ -120,7 +119,7 @@ def of_groups(plain: Seen, every: int) -> Seen:
     """What the plain model makes of the windows that a way reads which takes one of so many groups."""
     import torch
 
-    read = torch.arange(len(plain.sums)) // GROUP % every == 0
+    read = torch.arange(len(plain.greedy)) // GROUP % every == 0
     return Seen(*(it[read] for it in plain))
 
 
@@ -192,25 +191,43 @@ def load(path: Path) -> tuple[Any, Any]:
     return plain.to(device()), packed
 
 
-def multiplied(model: Any) -> int:
-    """How many weights are multiplied as they are packed."""
+def multiplied(model: Any, rows: int) -> tuple[int, int]:
+    """How many weights are multiplied as they are packed, so many rows at a time; and of how many."""
     from tpde.nn import packed_modules
 
     slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
-    return len({slot.packed for slot in slots if slot.packed.multiplies})
+    packed = {slot.packed for slot in slots if slot.packed.multiplies}
+    return sum(it.most_rows >= rows for it in packed), len(packed)
 
 
-def text_of(seen: Seen, windows: Any) -> Text:
+def tokens_of(tokenizer: Any, path: Path, most: int) -> list[int]:
+    """So many tokens of a file, or of the Python files of a folder, in the order of their names."""
+    paths = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    found: list[int] = []
+    for first in range(0, len(paths), FILES):
+        texts = [
+            it.read_text("utf-8", errors="replace") for it in paths[first : first + FILES] if it.is_file()
+        ]
+        for ids in tokenizer(texts, verbose=False)["input_ids"]:
+            found += ids
+        if len(found) >= most:
+            break
+    return found[:most]
+
+
+def text_of(sums: Any, window: int) -> Text:
     """What the perplexity is of."""
-    count, window = windows.shape
-    return {"tokens": count * (window - 1), "window": window, "step": STEP, "sums": seen.sums.tolist()}
+    return {"tokens": len(sums) * (window - 1), "window": window, "step": STEP, "sums": sums.tolist()}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a plain model and its tokenizer")
-    parser.add_argument("--text", type=Path, required=True, help="file that is read")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="file, or folder whose Python files are read"
+    )
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the text, from its beginning")
+    parser.add_argument("--seconds", type=float, default=3600, help="for perplexities")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
@@ -221,16 +238,18 @@ def run(options: argparse.Namespace, page: Page) -> None:
     for name in ("model", "text"):
         if not getattr(options, name).exists():
             raise SystemExit(f"`--{name} {getattr(options, name)}` is not there")
-    ids = AutoTokenizer.from_pretrained(options.model).encode(options.text.read_text("utf-8"), verbose=False)
+    ids = tokens_of(AutoTokenizer.from_pretrained(options.model), options.text, options.tokens)
     plain, fused = load(options.model)
     most = getattr(plain.config.get_text_config(), "max_position_embeddings", WINDOW)
-    cut = windows_of(ids[: options.tokens], min(WINDOW, most))
+    cut = windows_of(ids, min(WINDOW, most))
     windows = torch.tensor([it for it in cut if len(it) == len(cut[0])])
-    others = {name: Way(plain, *how) for name, how in OTHERS.items()}
-    found = measure({PLAIN: Way(plain, 1), **others, FUSED: Way(fused, 1)}, windows)
-    count = multiplied(fused)
-    page.say(f"{FUSED} multiplies {count} weights as they are packed.")
-    page.judge(count > 0, f"{FUSED}: weights are multiplied as they are packed")
-    texts = {name: text_of(seen, windows) for name, seen in found.items() if len(seen.sums) == len(windows)}
+    count, most = multiplied(fused, STEP)
+    page.say(f"{FUSED} multiplies {count} of {most} weights as they are packed.")
+    page.judge(0 < count == most, f"{FUSED}: weights are multiplied as they are packed")
+    readers = {PLAIN: Reader(plain), f"{PLAIN}, {STEP} rows": Reader(plain, STEP), FUSED: Reader(fused, STEP)}
+    sums = sums_of(readers, windows, device(), options.seconds)
+    texts = {name: text_of(it, windows.shape[1]) for name, it in sums.items()}
     perplexities(page, {name: name for name in texts}, texts, PLAIN, [FUSED])
+    others = {name: Way(plain, *how) for name, how in OTHERS.items()}
+    found = measure({PLAIN: Way(plain, 1), **others, FUSED: Way(fused, 1)}, windows[: GROUP * LOOKED])
     page.data = compare(page, found) | {"texts": texts}
