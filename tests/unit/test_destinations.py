@@ -97,12 +97,14 @@ def test_kinds_of_files_have_names() -> None:
             "change its permissions, or choose another destination",
         ),
         (FileNotFoundError(errno.ENOENT, "No such file"), "create the folder first"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "choose another destination"),
         (OSError(errno.EROFS, "Read-only file system"), "choose another destination"),
     ],
 )
-def test_what_cannot_be_written_says_what_to_do(error: OSError, hint: str) -> None:
-    found = unwritable(Path("x"), error)
-    assert (found.message, found.hint, found.where) == (f"`x` cannot be written: {error.strerror}", hint, "x")
+def test_what_cannot_be_written_says_what_to_do(error: OSError, hint: str, tmp_path: Path) -> None:
+    path = (tmp_path / "none" if "create" in hint else tmp_path) / "x"
+    found, says = unwritable(path, error), f"`{path}` cannot be written: {error.strerror}"
+    assert (found.message, found.hint, found.where) == (says, hint, str(path))
 
 
 def test_a_place_for_a_file_is_known_before_there_is_one(

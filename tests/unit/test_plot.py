@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tpde.errors import InvalidDestination
 from tpde.files.inspection_report import Histogram, Report, TensorReport
-from tpde.files.plot import COLOURS, OTHER, plot
+from tpde.files.plot import COLOURS, OTHER, SIGNATURE, draw, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 
@@ -36,15 +37,8 @@ def report(
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
+def drawn() -> Any:
     """Draw without rendering: gives the figure."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
-
-    def draw(of: Report) -> Figure:
-        plot(of, "x.png")
-        return figures.pop()
-
     return draw
 
 
@@ -257,3 +251,57 @@ def test_a_place_where_no_picture_can_be_is_told(tmp_path: Path) -> None:
         with pytest.raises(InvalidDestination, match=r"cannot be written: (No such file|Is a dir)") as told:
             plot(report([tensor("a", 1.5)]), path)
         assert told.value.where == str(path)
+
+
+# ---- what is there already
+
+
+@pytest.mark.parametrize("content", [b"", b"weights", SIGNATURE[:7]])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_picture_replaces_no_other_file(content: bytes, linked: bool, tmp_path: Path) -> None:
+    path = there = tmp_path / "x.png"
+    if linked:
+        there = tmp_path / "theirs"
+        path.symlink_to(there)
+    there.write_bytes(content)
+    with pytest.raises(InvalidDestination, match="is no PNG file") as told:
+        plot(report([tensor("a", 1.5)]), path)
+    assert told.value.where == str(path)
+    assert (there.read_bytes(), path.is_symlink()) == (content, linked)
+
+
+def test_a_picture_waits_for_no_pipe_and_makes_no_file_of_a_link_to_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to-pipe").symlink_to("pipe")
+    (tmp_path / "to-nothing").symlink_to("nothing")
+    for name in ("pipe", "to-pipe", "to-nothing"):
+        with pytest.raises(InvalidDestination, match=r"never replaced|is no PNG file"):
+            plot(report([tensor("a", 1.5)]), tmp_path / name)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["pipe", "to-nothing", "to-pipe"]
+
+
+def test_a_picture_takes_the_place_of_a_picture_and_of_no_other_name_of_it(tmp_path: Path) -> None:
+    old = SIGNATURE + b"old"
+    (tmp_path / "theirs").write_bytes(old)
+    (tmp_path / "link.png").symlink_to("theirs")
+    os.link(tmp_path / "theirs", tmp_path / "hard.png")
+    for name in ("link.png", "hard.png", "new.png"):
+        plot(report([tensor("a", 1.5)]), tmp_path / name)
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_bytes().startswith(SIGNATURE)
+    assert (tmp_path / "theirs").read_bytes() == old
+
+
+def test_a_picture_that_cannot_be_completed_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.png").write_bytes(SIGNATURE)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="No space left on device; nothing was left behind"):
+        plot(report([tensor("a", 1.5)]), tmp_path / "x.png")
+    assert [it.name for it in tmp_path.iterdir()] == ["x.png"]
+    assert (tmp_path / "x.png").read_bytes() == SIGNATURE

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpde.errors import InvalidDestination, MissingDependency
+from tpde.files.destinations import refuse_inside_packed, refuse_sources
 from tpde.files.inspection_report import Histogram, Report, TensorReport
+from tpde.io.committed import committed
+from tpde.io.sinks import FileSink, refuse_file, require_writable, unwritable
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -17,6 +22,7 @@ MAX_TENSORS = 400
 MAX_ROWS = 100  # of one column
 MAX_HISTOGRAMS = 4
 MAX_LABEL = 49  # characters
+SIGNATURE = b"\x89PNG\r\n\x1a\n"  # of a PNG file
 
 # Told apart by readers who see colours differently (Okabe and Ito's palette).
 COLOURS = {"prefix": "#0072B2", "zstd": "#E69F00", "constant": "#007A5A", "plain": "#C4C4C4"}
@@ -45,14 +51,16 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     report : Report
         What `inspect` gave; with `histogram=True` for the histogram.
     path : path-like
-        The file, which is replaced if it exists.
+        The file. An existing picture is replaced when the new one is complete, other files never.
 
     Raises
     ------
     MissingDependency
         If matplotlib is not installed.
     InvalidDestination
-        If the file cannot be written.
+        If the file cannot be written, or is none that may be replaced.
+    OSError
+        If writing failed.
 
     Notes
     -----
@@ -63,6 +71,45 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     >>> from tpde.files.inspection import inspect
     >>> from tpde.files.plot import plot
     >>> plot(inspect("packed.safetensors", histogram=True), "packed.png")  # doctest: +SKIP
+    """
+    out, drawn = Path(path), io.BytesIO()
+    _refuse(out, report)
+    draw(report).savefig(drawn, format="png")
+    with committed(FileSink(out, force=True)) as sink:
+        sink.write(0, [drawn.getbuffer()])
+
+
+def _refuse(path: Path, report: Report) -> None:
+    """Refuse a place where no picture can be, or where something else is."""
+    require_writable(path)
+    refuse_sources(path, report.path, *(Path(report.path) / name for name in report.files))
+    refuse_inside_packed(path)
+    if refuse_file(path, force=True) is not None and not _is_png(path):
+        raise InvalidDestination(
+            f"`{path}` exists already and is no PNG file, and a picture replaces nothing else",
+            hint="remove it, or choose another file",
+            where=str(path),
+        )
+
+
+def _is_png(path: Path) -> bool:
+    """Whether a path leads to a PNG file."""
+    if not path.is_file():  # a link to a pipe, which would be waited for, or to nothing
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(SIGNATURE)) == SIGNATURE
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def draw(report: Report) -> Figure:
+    """Draw a report.
+
+    Raises
+    ------
+    MissingDependency
+        If matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -97,14 +144,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         for i, histogram in enumerate(histograms):
             box = (i * each + margin, 0.5 / height, each - margin, (below - 0.1) / height)
             _draw_histogram(figure.add_axes(box), histogram)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise InvalidDestination(
-            f"`{os.fspath(path)}` cannot be written: {error.strerror or error}",
-            hint="choose another file",
-            where=os.fspath(path),
-        ) from error
+    return figure
 
 
 def _largest(tensors: tuple[TensorReport, ...]) -> list[TensorReport]:

@@ -109,7 +109,7 @@ def unwritable(path: Path, error: OSError) -> InvalidDestination:
     hint = "choose another destination"
     if isinstance(error, PermissionError):
         hint = "change its permissions, or choose another destination"
-    elif isinstance(error, FileNotFoundError):
+    elif isinstance(error, FileNotFoundError) and not path.parent.is_dir():
         hint = "create the folder first"
     return InvalidDestination(
         f"`{path}` cannot be written: {error.strerror or error}", hint=hint, where=str(path)

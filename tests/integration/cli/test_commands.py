@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from support.backends import MadeBackend
 from support.cli import Outcome, Run, damage, weights
 from support.folders import names
+from support.states import content
 
 import tpde
 from tpde import errors
@@ -126,6 +128,26 @@ def test_inspect_plot(run: Run, packed: Path, tmp_path: Path) -> None:
     done = run("inspect", packed, "--plot", png)
     assert (done.code, done.err) == (0, f"note: drawn into `{png}`\n")
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_plot_replaces_no_weights(run: Run, plain: Path, packed: Path, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    (tmp_path / "link.png").symlink_to(plain)
+    os.link(plain, tmp_path / "hard.png")
+    assert run("pack", model, tmp_path / "folder").code == 0
+    shard = "model-00001-of-00002.safetensors"
+    before = content(tmp_path)
+    for source, name in (
+        *((it, it.name) for it in (plain, packed)),
+        *((plain, it) for it in ("link.png", "hard.png")),
+        *((it, f"{it.name}/{shard}") for it in (model, tmp_path / "folder")),
+    ):
+        run("inspect", source, "--plot", tmp_path / name).failed(2, "sources?.* never modified", "choose")
+    run("inspect", plain, "--plot", packed).failed(2, "is no PNG file", "choose another file")
+    run("inspect", tmp_path / "folder", "--plot", tmp_path / "folder" / "x.png").failed(
+        2, "inside the packed model", "outside it"
+    )
+    assert content(tmp_path) == before
 
 
 def test_bench_codec(run: Run) -> None:
