@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.delta_files import file_delta, makers
-from support.states import content, folders
+from support.states import content, files, folders
 
+import tpde
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.store.diffing import diff
 from tpde.store.patching import patch
@@ -78,3 +81,77 @@ def test_force_replaces_what_was_patched_before_and_nothing_else(tmp_path: Path)
     with pytest.raises(InvalidDestination, match=r"mine\.txt"):
         patch(base, tmp_path / "delta", tmp_path / "out", force=True)
     assert content(tmp_path) == before
+
+
+# ---- with `force`, nothing of a source is lost
+
+
+def test_no_delta_goes_into_its_sources_or_a_packed_model(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    tpde.pack(base, tmp_path / "packed")
+    before, name = content(tmp_path), next(iter(base.glob("*.safetensors"))).name
+    for out in (base / name, base / "new", target / name, target / "config.json"):
+        with pytest.raises(InvalidDestination, match="lies inside the source"):
+            diff(base, target, out, force=True)
+    for out in (tmp_path / "packed" / "config.json", tmp_path / "packed" / "new"):
+        with pytest.raises(InvalidDestination, match="inside the packed model"):
+            diff(base, target, out, force=True)
+        with pytest.raises(InvalidDestination, match="inside the packed model"):
+            diff(base / name, target / name, out, force=True)
+    assert content(tmp_path) == before
+
+
+def test_a_link_in_a_source_is_part_of_it_wherever_it_leads(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    (tmp_path / "elsewhere").write_text("theirs")
+    (base / "link").symlink_to("../elsewhere")
+    with pytest.raises(InvalidDestination):
+        diff(base, target, base / "link", force=True)
+    assert (base / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("command", "around"),
+    [*((it, False) for it in ("pack", "diff from", "diff to", "patch")), ("pack", True), ("patch", True)],
+)
+def test_what_a_link_in_a_source_leads_to_is_kept(command: str, around: bool, tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    snapshot = base if command != "diff to" else target
+    weights = next(iter(snapshot.glob("*.safetensors")))
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    shutil.move(weights, blobs / weights.name)
+    weights.symlink_to(f"../blobs/{weights.name}")
+    out = blobs if around else blobs / weights.name
+    calls: dict[str, Callable[[], object]] = {
+        "pack": lambda: tpde.pack(base, out, force=True),
+        "diff from": lambda: diff(base, target, out, force=True),
+        "diff to": lambda: diff(base, target, out, force=True),
+        "patch": lambda: patch(base, tmp_path / "delta", out, force=True),
+    }
+    before = content(tmp_path)
+    with pytest.raises(InvalidDestination, match="in the source leads to"):
+        calls[command]()
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [files, folders], ids=["file", "folder"])
+def test_what_a_delta_stands_on_is_kept(make: Callable[[Path], tuple[Path, Path]], tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    diff(base, target, tmp_path / "first")
+    diff(tmp_path / "first", base, tmp_path / "second")
+    diff(tmp_path / "second", target, tmp_path / "third")
+    before = content(tmp_path)
+    outs = [tmp_path / "first", tmp_path / "second"]
+    outs.append(base if base.is_file() else next(iter(base.glob("*.safetensors"))))
+    for out in outs:
+        with pytest.raises(InvalidDestination):
+            diff(tmp_path / "second", target, out, force=True)
+        with pytest.raises(InvalidDestination):
+            diff(target, tmp_path / "second", out, force=True)
+    for out in (*outs[:2], base):
+        with pytest.raises(InvalidDestination):
+            patch(tmp_path / "second", tmp_path / "third", out, force=True)
+    assert content(tmp_path) == before
+    assert verify_delta(tmp_path / "third") == []

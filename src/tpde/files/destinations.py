@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tpde.errors import InvalidDestination, TpdeError
@@ -14,9 +14,10 @@ from tpde.format.constants import MANIFEST
 
 def refuse_nested(source: Path, destination: Path) -> None:
     """Refuse a destination that is the source, lies inside it or a packed model, or around the source."""
-    refuse_sources(destination, source)
-    inner, outer = destination.resolve(), source.resolve()
-    if inner.is_relative_to(outer):
+    _refuse_same(destination, source, "the source itself, which is")
+    inner, outer = _followed(destination), _followed(source)
+    # Of a link, both where it leads to and where it lies.
+    if any(it.is_relative_to(outer) for it in (inner, _unfollowed(destination))):
         raise InvalidDestination(
             f"`{destination}` lies inside the source `{source}`", hint="choose a destination outside it"
         )
@@ -25,6 +26,7 @@ def refuse_nested(source: Path, destination: Path) -> None:
             f"the source `{source}` lies inside `{destination}`, which would be replaced",
             hint="choose a destination beside it",
         )
+    _refuse_linked(destination, source)
     refuse_inside_packed(destination)
 
 
@@ -50,21 +52,54 @@ def refuse_inside_packed(destination: Path) -> None:
 
 
 def refuse_sources(destination: Path, *sources: str | os.PathLike[str]) -> None:
-    """Refuse a destination that is a source.
+    """Refuse a destination that is a source, or has what a link in a source leads to.
 
     Raises
     ------
     InvalidDestination
-        If it is.
+        If it does.
     """
     one = "the source itself, which is" if len(sources) == 1 else "one of the sources, which are"
     for source in map(Path, sources):
-        if source.exists() and destination.exists() and os.path.samefile(source, destination):
+        _refuse_same(destination, source, one)
+        _refuse_linked(destination, source)
+
+
+def _refuse_same(destination: Path, source: Path, one: str) -> None:
+    if source.exists() and destination.exists() and os.path.samefile(source, destination):
+        raise InvalidDestination(
+            f"`{destination}` is {one} never modified",
+            hint=f"choose another destination, such as `{_beside(destination)}`",
+            where=str(destination),
+        )
+
+
+def _refuse_linked(destination: Path, source: Path) -> None:
+    for link, place in _links(source) if destination.exists() else ():
+        if place.is_relative_to(_followed(destination)):
             raise InvalidDestination(
-                f"`{destination}` is {one} never modified",
+                f"`{link}` in the source leads to `{place}`, which writing `{destination}` would replace",
                 hint=f"choose another destination, such as `{_beside(destination)}`",
                 where=str(destination),
             )
+
+
+def _links(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The links in a folder, and where each leads to in the end; none of a file."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if os.path.islink(path := os.path.join(parent, name)):
+                yield Path(path), _followed(path)
+
+
+def _followed(path: str | os.PathLike[str]) -> Path:
+    """A path without links. Those that lead in circles stay, of which `Path.resolve` makes an error."""
+    return Path(os.path.realpath(path))
+
+
+def _unfollowed(path: Path) -> Path:
+    """A path without links but for its last part, which may be one."""
+    return Path(os.path.normpath(_followed(path.parent) / path.name))
 
 
 def _beside(path: Path) -> Path:

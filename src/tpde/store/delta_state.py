@@ -34,7 +34,7 @@ class DeltaState:
     """
 
     def __init__(self, file: DeltaFile, base: State) -> None:
-        self.name, self._base, self.file = file.name, base, file
+        self.name, self.base, self.file = file.name, base, file
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
@@ -54,11 +54,11 @@ class DeltaState:
     def _weights(self, file: WeightsEntry, finder: BaseTensors) -> None:
         header = file.header
         if header is None:
-            header = self._base.headers.get(file.name)
+            header = self.base.headers.get(file.name)
             if header is None:
-                what = f"`{file.name}` is not in the base `{self._base.name}`"
+                what = f"`{file.name}` is not in the base `{self.base.name}`"
                 if not file.name:  # of a single file
-                    what = f"`{self.name}` was made from a file, the base `{self._base.name}` is a directory"
+                    what = f"`{self.name}` was made from a file, the base `{self.base.name}` is a directory"
                 raise MissingBase(
                     what,
                     hint="name the base that the delta was made from",
@@ -70,7 +70,7 @@ class DeltaState:
             if it.codec in WITH_BASE:
                 self._bases[key] = finder.need(key, it.spec)
         try:
-            check_header(file, header, f"`{self._base.name}`")
+            check_header(file, header, f"`{self.base.name}`")
         except Corrupt as error:
             raise MissingBase(error.message, hint="name the base that the delta was made from") from None
         self.headers[file.name] = header
@@ -78,15 +78,15 @@ class DeltaState:
     def _other(self, file: OtherEntry) -> bytes:
         if file.size:
             content = self.file.other(file)
-        elif file.name in self._base.others:
-            content = self._base.others[file.name]()
+        elif file.name in self.base.others:
+            content = self.base.others[file.name]()
         else:
             content = b""
         found = xxhash.xxh3_128_hexdigest(content)
         if found != file.hash:
             kind = Corrupt if file.size else MissingBase
             raise kind(
-                f"file `{file.name}` of `{self.name if file.size else self._base.name}` hashes to {found}, "
+                f"file `{file.name}` of `{self.name if file.size else self.base.name}` hashes to {found}, "
                 f"{file.hash} is needed",
                 hint="fetch it again" if file.size else "name the base that the delta was made from",
                 where=file.name,
@@ -107,10 +107,10 @@ class DeltaState:
         """
         it, old = self._tensors[key], None
         if key in self._bases:
-            old = self._base.read(self._bases[key], threads)
+            old = self.base.read(self._bases[key], threads)
             found = fingerprint(old)
             if found != it.base:
-                raise other_base(it, self._base.name, self.name, found)
+                raise other_base(it, self.base.name, self.name, found)
             if it.codec == SAME:
                 return old
         return self.file.target_of(it, old, threads)
@@ -119,7 +119,7 @@ class DeltaState:
         """Make some bytes of a tensor; no fingerprint is compared."""
         it, olds = self._tensors[key], list[Bytes | None]([None] * len(ranges))
         if key in self._bases:
-            olds = list(self._base.read_parts(self._bases[key], ranges, threads))
+            olds = list(self.base.read_parts(self._bases[key], ranges, threads))
         return [self.file.part_of(it, old, *part, threads) for old, part in zip(olds, ranges, strict=True)]
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class DeltaState:
         try:
             self.file.close()
         finally:
-            self._base.close()
+            self.base.close()
 
 
 def other_base(it: TensorEntry, base: str, delta: str, found: bytes) -> MissingBase:

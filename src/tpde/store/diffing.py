@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from tpde.errors import InvalidInput
-from tpde.files.destinations import refuse_sources
+from tpde.files.destinations import refuse_nested, refuse_sources
 from tpde.files.progress import Progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.sinks import refuse_file
 from tpde.store.delta_report import DeltaReport, inspect_delta
 from tpde.store.delta_writer import hint_for, write_delta_file
-from tpde.store.open_state import open_state
+from tpde.store.open_state import open_state, stands_on
 from tpde.store.states import State
 
 
@@ -69,6 +69,8 @@ def diff(
     try:
         new = open_state(Path(target))
         try:
+            for source in (*stands_on(old), *stands_on(new)):
+                refuse_nested(source, out)
             _refuse_unlike(old, new)
             _refuse_unrelated(old, new)
             write_delta_file(

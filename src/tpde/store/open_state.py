@@ -67,6 +67,15 @@ def open_state(path: Path) -> State:
         raise
 
 
+def stands_on(state: State) -> list[Path]:
+    """The paths of what a state is read from: its own, and where it is a delta, those of its chain."""
+    found = []
+    while isinstance(state, DeltaState):
+        found.append(Path(state.name))
+        state = state.base
+    return [*found, Path(state.name)] if isinstance(state, FilesState) else found
+
+
 def base_path(delta: DeltaFile) -> Path:
     """Where a delta's base was when it was made.
 

@@ -12,7 +12,7 @@ from tpde.files.thread_count import check_threads
 from tpde.io.sinks import refuse_file
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
-from tpde.store.open_state import open_on
+from tpde.store.open_state import open_on, stands_on
 from tpde.store.states import State
 from tpde.store.written_weights import write_weights
 
@@ -65,12 +65,13 @@ def patch(
     refuse_sources(out, base, delta)
     state = open_on(DeltaFile(FileSource(existing_delta(delta))), base)
     try:
+        refuse_sources(out, *stands_on(state))
         if "" in state.headers:
             refuse_inside_packed(out)
             refuse_file(out, force)
             _write_file(state, "", out, force, count, progress)
             return
-        for source in (Path(base), Path(delta)):
+        for source in stands_on(state):
             refuse_nested(source, out)
         names = {*state.headers, *state.others}
         names |= {str(it) for name in names for it in PurePosixPath(name).parents if it.parts}
