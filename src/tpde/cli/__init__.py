@@ -67,10 +67,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         code = app(prog_name="tpde", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = common.INTERRUPTED
     except _UsageError as error:
         code = _usage(error)
+    except OSError as error:  # of help and the version; commands tell their own
+        code = common.unwritten(error)
     sys.exit(code if isinstance(code, int) else common.OK)
 
 

@@ -135,6 +135,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def unwritten(error: OSError) -> int:
+    """Report output that could not be written, and drop it; returns the exit code."""
+    # The reader that went away, such as `head`, has what it wanted.
+    code = OK if isinstance(error, BrokenPipeError) else fail(error)
+    _drop_output()
+    return code
+
+
 def guard(command: Callable[P, int | None]) -> Callable[P, None]:
     """Turn the errors of a command into messages and exit codes."""
 
@@ -147,9 +155,8 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
         except KeyboardInterrupt:
             print("interrupted; no half-written file is left", file=sys.stderr, flush=True)
             code = INTERRUPTED
-        except BrokenPipeError:
-            _drop_output()  # the reader, such as `head`, has what it wanted
-            code = OK
+        except BrokenPipeError as error:
+            code = unwritten(error)
         except (errors.TpdeError, OSError, MemoryError) as error:
             code = fail(error)
             try:
@@ -267,7 +274,15 @@ def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
 
 
 def print_json(value: Any) -> None:
-    """Print a dataclass or a mapping as JSON, lists one item to a line. Only ASCII, whatever the locale."""
+    """Print a dataclass or a mapping as JSON, lists one item to a line. Only ASCII, whatever the locale.
+
+    Raises
+    ------
+    OSError
+        If stdout is closed: what was asked for goes nowhere.
+    """
+    if sys.stdout is None:
+        raise OSError("the JSON cannot be printed: stdout is closed")
     sys.stdout.writelines(_json(value if isinstance(value, dict) else _fields(value)))
 
 

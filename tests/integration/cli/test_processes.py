@@ -136,6 +136,17 @@ def test_output_that_its_disk_has_no_room_for(options: list[str], unbuffered: st
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs `/dev/full`")
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["pack", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_that_its_disk_has_no_room_for(args: list[str], unbuffered: str) -> None:
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = process(*args, env=env, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.returncode == 4
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_names_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "s.safetensors"
     safetensors.torch.save_file({"a\x1b[2Jb": torch.zeros(3)}, source)
@@ -210,3 +221,12 @@ def test_closed_streams(plain: Path, tmp_path: Path, closed: str) -> None:
     code = f"import sys; sys.{closed} = None; from tpde.cli import main; main()"  # as Python starts without
     assert process("pack", plain, tmp_path / "t", code=code).returncode == 0
     assert process("verify", tmp_path / "t", code=code).returncode == 0
+
+
+def test_json_needs_a_stream(plain: Path, tmp_path: Path) -> None:
+    tpde.pack(plain, tmp_path / "packed")
+    code = "import sys; sys.stdout = None; from tpde.cli import main; main()"
+    for command in ("verify", "inspect"):
+        done = process(command, tmp_path / "packed", "--json", code=code)
+        assert done.returncode == 4
+        assert done.stderr == "error: the JSON cannot be printed: stdout is closed\n"

@@ -69,8 +69,8 @@ MUTANTS = (
     mutant(
         "a-reader-that-goes-away-is-an-error",
         "cli/common.py",
-        "            _drop_output()  # the reader, such as `head`, has what it wanted\n            code = OK\n",
-        "            code = IO_ERROR\n",
+        "    code = OK if isinstance(error, BrokenPipeError) else fail(error)\n    _drop_output()\n",
+        "    code = IO_ERROR\n",
         "`tpde inspect | head` fails",
         _PROCESSES,
     ),
