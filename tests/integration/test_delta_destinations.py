@@ -155,3 +155,15 @@ def test_what_a_delta_stands_on_is_kept(make: Callable[[Path], tuple[Path, Path]
             patch(tmp_path / "second", tmp_path / "third", out, force=True)
     assert content(tmp_path) == before
     assert verify_delta(tmp_path / "third") == []
+
+
+def test_a_delta_in_the_place_of_a_link_says_where_its_base_is_from_there(tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "far" / "away" / "delta").write_text("theirs")
+    (tmp_path / "link").symlink_to("far/away/delta")
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("link", "circle"):
+        assert diff(base, target, tmp_path / name, force=True).base == base.name
+        diff(tmp_path / name, base, tmp_path / f"on {name}")
+    assert (tmp_path / "far" / "away" / "delta").read_text() == "theirs"

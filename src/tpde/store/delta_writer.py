@@ -197,5 +197,5 @@ def write_delta_file(
 
 
 def hint_for(base: Path, destination: Path) -> str | None:
-    """Where a base is, relative to a delta's folder."""
-    return Path(os.path.relpath(base.resolve(), destination.resolve().parent)).as_posix()
+    """Where a base is, relative to a delta's folder. A link in the delta's place is replaced, not followed."""
+    return Path(os.path.relpath(base.resolve(), destination.parent.resolve())).as_posix()
