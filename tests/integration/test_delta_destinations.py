@@ -11,7 +11,7 @@ from support.delta_files import file_delta, makers
 from support.states import content, files, folders
 
 import tpde
-from tpde.errors import DestinationExists, InvalidDestination
+from tpde.errors import DestinationExists, InvalidDestination, InvalidInput
 from tpde.store.diffing import diff
 from tpde.store.patching import patch
 from tpde.store.verify_delta import verify_delta
@@ -167,3 +167,9 @@ def test_a_delta_in_the_place_of_a_link_says_where_its_base_is_from_there(tmp_pa
         assert diff(base, target, tmp_path / name, force=True).base == base.name
         diff(tmp_path / name, base, tmp_path / f"on {name}")
     assert (tmp_path / "far" / "away" / "delta").read_text() == "theirs"
+
+
+def test_a_base_that_is_a_circle_of_links_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(InvalidInput, match="does not exist"):
+        diff(tmp_path / "circle", files(tmp_path)[1], tmp_path / "delta")

@@ -15,6 +15,7 @@ from tpde.codec import delta, delta_planner
 from tpde.codec.delta import ChangeModel, chunk_range
 from tpde.codec.delta_planner import sample_step
 from tpde.codec.native import Bytes
+from tpde.errors import InvalidInput
 from tpde.files.progress import Progress, no_progress
 from tpde.format.delta_head import (
     HEADER,
@@ -196,6 +197,21 @@ def write_delta_file(
         )
 
 
-def hint_for(base: Path, destination: Path) -> str | None:
-    """Where a base is, relative to a delta's folder. A link in the delta's place is replaced, not followed."""
-    return Path(os.path.relpath(base.resolve(), destination.parent.resolve())).as_posix()
+def hint_for(base: Path, destination: Path) -> str:
+    """Where a base is, relative to a delta's folder. A link in the delta's place is replaced, not followed.
+
+    Raises
+    ------
+    InvalidInput
+        If that is no text, which a delta cannot hold.
+    """
+    found = Path(os.path.relpath(os.path.realpath(base), os.path.realpath(destination.parent))).as_posix()
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"a delta cannot hold the path of its base, `{found}`, which is not UTF-8",
+            hint="rename what is not UTF-8 in it",
+            where=str(base),
+        ) from None
+    return found

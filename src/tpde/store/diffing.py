@@ -50,7 +50,8 @@ def diff(
     Raises
     ------
     InvalidInput
-        If a state cannot be read; its subclasses say why. If the two share no tensor's name.
+        If a state cannot be read; its subclasses say why. If the two share no tensor's name. If the base's
+        path, relative to the delta's folder, is not UTF-8.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
     Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
@@ -65,6 +66,7 @@ def diff(
     count, out = check_threads(threads), Path(delta)
     refuse_file(out, force)
     refuse_sources(out, base, target)
+    hint = hint_for(Path(base), out)
     old = open_state(Path(base))
     try:
         new = open_state(Path(target))
@@ -77,7 +79,7 @@ def diff(
                 old,
                 new,
                 out,
-                hint=hint_for(Path(base), out),
+                hint=hint,
                 fast=fast,
                 threads=count,
                 force=force,

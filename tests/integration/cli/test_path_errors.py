@@ -129,3 +129,21 @@ def test_files_whose_names_are_not_utf8(run: Run, plain: Path, tmp_path: Path) -
     packed.write_bytes(b"x")
     found = run("unpack", packed, tmp_path / "other")
     found.failed(common.DAMAGED_INPUT, r"udcfe", "fetch")
+
+
+def test_deltas_whose_bases_are_not_utf8(run: Run, plain: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has names of Unicode only")
+    base = plain.rename(folder / "base")
+    target = Path(os.fsdecode(os.fsencode(folder) + b"/\xfe"))
+    target.write_bytes(base.read_bytes())
+    before = names(tmp_path)
+    run("diff", base, target, tmp_path / "delta").failed(
+        2, r"cannot hold the path of its base, `\\udcff/base`, which", "rename what is not UTF-8"
+    )
+    assert names(tmp_path) == before
+    assert run("diff", base, target, folder / "delta").code == 0  # beside which the base has a name of UTF-8
+    assert run("verify", folder / "delta").code == 0
