@@ -36,7 +36,7 @@ def _bench() -> None:
 @guard
 def codec(
     tensor: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Of each tensor, such as `64MiB`: 1MiB to 4GiB.")
+        str, typer.Option("--size", metavar="SIZE", help="Of each tensor: whole MiB, 1MiB to 4GiB.")
     ] = "64MiB",
     threads: Annotated[
         int | None,
@@ -88,14 +88,14 @@ def codec(
 def _tensor_bytes(text: str) -> int:
     """The size of a tensor, in whole MiB."""
     nbytes = parse_size(text)
-    if not _MIB <= nbytes <= MOST:
+    if nbytes % _MIB or not _MIB <= nbytes <= MOST:
         raise InvalidInput(
-            f"`--size {text}` is {size(nbytes)}, a tensor may have {size(_MIB)} to {size(MOST)}",
+            f"`--size {text}` is {nbytes} bytes, a tensor may have {size(_MIB)} to {size(MOST)}, whole MiB",
             hint="write one such as `64MiB`",
             where="--size",
             found=nbytes,
         )
-    return nbytes // _MIB * _MIB
+    return nbytes
 
 
 _COLUMNS = (

@@ -236,7 +236,7 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
         return now
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    found = json.loads(run("bench", "codec", "--size", "1.5 MiB", "--threads", 2, "--json").out)
+    found = json.loads(run("bench", "codec", "--size", "1.0 MiB", "--threads", 2, "--json").out)
     assert next(looks) == 6 * each
     assert (found["tensor_bytes"], found["threads"], found["rounds"]) == (1 << 20, 2, 5)
     assert found["copy_gb_per_s"] == pytest.approx((1 << 20) / 3 / 1e9)
@@ -247,9 +247,9 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
         assert it["bits_per_weight"] == pytest.approx(bits / it["ratio"])
 
 
-@pytest.mark.parametrize("size", ["1", "1023KiB", "5GiB"])
+@pytest.mark.parametrize("size", ["1", "1023KiB", "1025KiB", "1.5MiB", "100MB", "4097MiB", "5GiB"])
 def test_a_benchmark_of_no_such_size_is_refused(run: Run, size: str) -> None:
-    run("bench", "codec", "--size", size).failed(2, "a tensor may have 1.0 MiB to 4.0 GiB", "`64MiB`")
+    run("bench", "codec", "--size", size).failed(2, "may have 1.0 MiB to 4.0 GiB, whole MiB", "`64MiB`")
     run("bench", "codec", "--size", "x").failed(2, "`x` is no size", "`16GiB`")
 
 
