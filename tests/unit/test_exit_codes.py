@@ -41,6 +41,13 @@ def test_exit_codes_are_those_of_the_help(error: BaseException, code: int) -> No
     ("error", "lines"),
     [
         (MemoryError(), ["error: out of memory", "hint: use fewer `--threads`"]),
+        (
+            MemoryError("no memory for `w`"),
+            [
+                "error: no memory for `w`",
+                "hint: take a machine with more memory, or use fewer `--threads`",
+            ],
+        ),
         (OSError("no file here"), ["error: no file here"]),
         (OSError(errno.EIO, "it failed", b"a\xff"), ["error: `a\\udcff`: it failed"]),
         (OSError(errno.EIO, None, "f"), ["error: `f`: [Errno 5] None: 'f'"]),

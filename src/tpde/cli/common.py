@@ -118,6 +118,8 @@ def fail(error: BaseException) -> int:
         message, hint = error.message, error.hint or hint
     elif isinstance(error, MemoryError):
         message, hint = "out of memory", "use fewer `--threads`"
+        if text := str(error):
+            message, hint = text, f"take a machine with more memory, or {hint}"
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"`{os.fsdecode(error.filename)}`: {error.strerror or error}"
         if error.errno in _NO_ROOM:

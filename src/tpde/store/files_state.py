@@ -71,7 +71,12 @@ class FilesState:
     def read(self, key: Key, threads: int) -> Bytes:
         """Read a tensor, and check its hash if it is packed."""
         tensor = self._open[key[0]].tensor(key[1])
-        out = np.empty(tensor.spec.nbytes, np.uint8)
+        try:
+            out = np.empty(tensor.spec.nbytes, np.uint8)
+        except MemoryError:
+            raise MemoryError(
+                f"tensor `{key[1]}` of `{self.name}` has {tensor.spec.nbytes} bytes, too many for memory"
+            ) from None
         tensor.read(0, out.size, out, threads)
         if tensor.digest is not None:
             check_digest(key[1], tensor.digest, xxhash.xxh3_128_digest(out.data))

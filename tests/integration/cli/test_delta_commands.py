@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.cli import Run
 from support.contents import fill, spec_of
@@ -116,3 +118,24 @@ def test_models_that_share_no_name_are_refused(run: Run, tmp_path: Path) -> None
     one = tmp_path / "one"
     one.write_bytes(safetensors_bytes({"a": (SPEC, fill("normal", SPEC)), "c": (SPEC, fill("normal", SPEC))}))
     assert run("diff", made[0], one, tmp_path / "delta").code == 0  # one name is enough
+
+
+def test_a_tensor_larger_than_memory_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of terabytes of the same word, which a packed file of a few bytes may hold."""
+    base, target = files(tmp_path)
+    allocate = np.empty
+
+    def empty(shape: Any, dtype: Any = float) -> Any:
+        if shape == 70_000 * 2:
+            raise MemoryError("Unable to allocate")
+        return allocate(shape, dtype)
+
+    monkeypatch.setattr(np, "empty", empty)
+    run("diff", base, target, tmp_path / "delta").failed(
+        4,
+        "tensor `layers.0.weight` of .* has 140000 bytes, too many for memory",
+        "more memory",
+    )
+    assert not (tmp_path / "delta").exists()
