@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, TpdeError
@@ -21,6 +22,7 @@ from tpde.store.staging import Staging
 from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
 from tpde.store.stored_steps import StoredSteps
+from tpde.store.turn import Turn
 from tpde.store.writer_lock import WriterLock
 
 __all__ = ["CheckpointStore"]
@@ -30,7 +32,8 @@ class CheckpointStore(StoredSteps):
     """A folder of checkpoints, of which each is stored as what changed since the one before.
 
     Any number of processes may read while one writes. Every file appears when it is complete and on the
-    disk, and not before.
+    disk, and not before. Threads may share a store: they write one after the other. A copy of a store, or
+    what is unpickled, is another store of the same folder.
 
     Parameters
     ----------
@@ -93,11 +96,24 @@ class CheckpointStore(StoredSteps):
         self._keep = None if keep is None else whole_number("keep", keep, 1, MAX_STEP)
         self._fast = fast
         self._retain = bool(retain)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have written nothing yet."""
         self._staging = Staging()
         self._other = Staging()  # the copy of what is retained, in turn with the one above
         self._retained: tuple[int, MemoryState] | None = None
         self._lock: WriterLock | None = None
         self._pending: BackgroundSave | None = None
+        self._turn = Turn()  # of a thread that writes, or ends a save in the background
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_staging", "_other", "_retained", "_lock", "_pending", "_turn")
+        return {name: it for name, it in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def __repr__(self) -> str:
         return f"CheckpointStore({str(self.directory)!r})"
@@ -134,30 +150,31 @@ class CheckpointStore(StoredSteps):
         InvalidDestination, OSError
             If the folder cannot be written. The steps that are there stay as they are.
         """
-        self.wait()
-        number, tree = step_number(step), StateTree(state)
-        self._own()
-        there = steps_in(self.directory)
-        if there and number <= there[-1]:
-            raise InvalidInput(
-                f"step {number} is not larger than step {there[-1]}, the newest of `{self.directory}`",
-                hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
-                f"{there[-1] + 1}))`",
-                where=str(self.directory),
-            )
-        metadata = {STEP: str(number), TREE: tree.text}
-        if background or self._retain:
-            read = self._staging.copy(tree.leaves, tree.specs)
-        else:
+        with self._alone():
+            self.wait()
+            number, tree = step_number(step), StateTree(state)
+            self._own()
+            there = steps_in(self.directory)
+            if there and number <= there[-1]:
+                raise InvalidInput(
+                    f"step {number} is not larger than step {there[-1]}, the newest of `{self.directory}`",
+                    hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
+                    f"{there[-1] + 1}))`",
+                    where=str(self.directory),
+                )
+            metadata = {STEP: str(number), TREE: tree.text}
+            if background or self._retain:
+                read = self._staging.copy(tree.leaves, tree.specs)
+            else:
 
-            def read(name: str) -> Bytes:
-                return leaf_bytes(tree.leaves[name])
+                def read(name: str) -> Bytes:
+                    return leaf_bytes(tree.leaves[name])
 
-        target = MemoryState(tree.specs, read, metadata, f"step {number}")
-        if background:
-            self._pending = BackgroundSave(number, lambda: self._save(number, target))
-        else:
-            self._save(number, target)
+            target = MemoryState(tree.specs, read, metadata, f"step {number}")
+            if background:
+                self._pending = BackgroundSave(number, lambda: self._save(number, target))
+            else:
+                self._save(number, target)
 
     def _save(self, step: int, target: MemoryState) -> None:
         """Write a step, and remove what need not stay."""
@@ -207,7 +224,10 @@ class CheckpointStore(StoredSteps):
         pending = self._pending
         if pending is not None:
             pending.join()  # Ctrl-C here leaves it to the next call
-            self._pending = None
+            with self._turn:
+                if self._pending is not pending:  # another thread was told
+                    return
+                self._pending = None
             if isinstance(pending.error, TpdeError):
                 raise pending.error.prefixed(f"step {pending.step} was not saved")
             if pending.error is not None:
@@ -221,13 +241,24 @@ class CheckpointStore(StoredSteps):
         Exception
             What the save failed with.
         """
-        try:
-            self.wait()
-        finally:
-            self._staging, self._other, self._retained = Staging(), Staging(), None
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+        with self._alone():
+            try:
+                self.wait()
+            finally:
+                self._staging, self._other, self._retained = Staging(), Staging(), None
+                if self._lock is not None:
+                    self._lock.release()
+                    self._lock = None
+
+    def _alone(self) -> Turn:
+        """The turn of this thread, in which no other one writes.
+
+        A save in the background is waited for before: its thread, which logs, may get here, too.
+        """
+        pending = self._pending
+        if pending is not None:
+            pending.join()
+        return self._turn
 
     def _own(self) -> None:
         """Be the one that writes."""
@@ -267,28 +298,29 @@ class CheckpointStore(StoredSteps):
         MissingBase, Truncated, Corrupt, UnsupportedVersion
             If a step that must be rewritten cannot be read. What was there loads as before.
         """
-        self.wait()
-        self._own()
-        there, gone = steps_in(self.directory), {step_number(it) for it in drop}
-        if unknown := sorted(gone.difference(there)):
-            raise InvalidInput(
-                f"`{self.directory}` has no step {unknown[0]}",
-                hint="nothing was removed",
-                where=str(self.directory),
-            )
-        stays = [it for it in there if it not in gone]
-        if keep is not None:
-            stays = stays[-whole_number("keep", keep, 1, MAX_STEP) :]
-        gone = set(there).difference(stays if rewrite else needed(self.directory, stays))
-        for step in stays if rewrite else ():
-            base = was = base_of(self.directory, step)
-            while base in gone:
-                base = base_of(self.directory, base)
-            if base != was:  # what it stood on is there until all that stays is rewritten
-                state = state_of(open_links(self.directory, step))
-                try:
-                    self._write(step, state, base, force=True)
-                finally:
-                    state.close()
-        remove(self.directory, gone)
-        return tuple(sorted(gone))
+        with self._alone():
+            self.wait()
+            self._own()
+            there, gone = steps_in(self.directory), {step_number(it) for it in drop}
+            if unknown := sorted(gone.difference(there)):
+                raise InvalidInput(
+                    f"`{self.directory}` has no step {unknown[0]}",
+                    hint="nothing was removed",
+                    where=str(self.directory),
+                )
+            stays = [it for it in there if it not in gone]
+            if keep is not None:
+                stays = stays[-whole_number("keep", keep, 1, MAX_STEP) :]
+            gone = set(there).difference(stays if rewrite else needed(self.directory, stays))
+            for step in stays if rewrite else ():
+                base = was = base_of(self.directory, step)
+                while base in gone:
+                    base = base_of(self.directory, base)
+                if base != was:  # what it stood on is there until all that stays is rewritten
+                    state = state_of(open_links(self.directory, step))
+                    try:
+                        self._write(step, state, base, force=True)
+                    finally:
+                        state.close()
+            remove(self.directory, gone)
+            return tuple(sorted(gone))

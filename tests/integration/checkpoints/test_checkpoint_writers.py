@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from support.training import check, equal, filled, held_back
 
 from tpde import CheckpointStore
 from tpde.errors import InvalidInput, Truncated
+from tpde.io.sinks import FileSink
 from tpde.store.chain import name_of
 
 torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
@@ -115,6 +120,80 @@ def test_one_writer_at_a_time(tmp_path: Path, run: dict[int, Any]) -> None:
     check(tmp_path, run, (1, 2, 3))
 
 
+@pytest.mark.parametrize("options", [{"background": True}, {"retain": True}])
+def test_threads_share_a_store(tmp_path: Path, options: dict[str, bool]) -> None:
+    background, retain = options.get("background", False), options.get("retain", False)
+    shown = 0
+    for turn in range(10):
+        store = CheckpointStore(tmp_path / str(turn), retain=retain)
+        store.save(0, {"w": torch.zeros(1000)})
+
+        def save(step: int, store: CheckpointStore = store) -> int:
+            try:
+                store.save(step, {"w": torch.full((1000,), float(step))}, background=background)
+            except InvalidInput as error:  # a larger one was faster
+                assert "is not larger" in str(error)  # noqa: PT017
+                return 0
+            return 1
+
+        with ThreadPoolExecutor(6) as pool:
+            saved = sum(pool.map(save, range(1, 7)))
+        store.close()
+        assert len(store.steps) == 1 + saved
+        for step in store.steps:
+            assert torch.equal(store.load(step)["w"], torch.full((1000,), float(step)))
+        shown += saved
+    assert shown >= 10
+
+
+def test_the_thread_that_saves_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What logs its error may ask the store."""
+    begin = threading.Event()
+    held_back(monkeypatch, begin)
+    store = CheckpointStore(tmp_path)
+    asked = list[str]()
+
+    class Asks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            for call in (store.close, store.load, lambda: store.save(3, {})):
+                with pytest.raises(RuntimeError, match="cannot join current thread"):
+                    call()
+                asked.append(record.levelname)
+
+    monkeypatch.setattr(FileSink, "commit", None)
+    handler = Asks()
+    log = logging.getLogger("tpde")
+    log.addHandler(handler)
+    try:
+        store.save(2, {"x": 2}, background=True)
+        threading.Timer(0.1, begin.set).start()
+        with pytest.raises(TypeError):
+            store.save(3, {"x": 3})
+    finally:
+        log.removeHandler(handler)
+    assert asked == ["ERROR"] * 3
+    store.close()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_is_another_store(tmp_path: Path, how: Callable[[CheckpointStore], CheckpointStore]) -> None:
+    with CheckpointStore(tmp_path, keyframe_every=2) as store:
+        store.save(1, {"x": torch.ones(10)})
+        store.save(2, {"x": torch.ones(10)}, background=True)
+        other = how(store)
+        assert other.load(1)["x"].tolist() == [1.0] * 10
+        with pytest.raises(InvalidInput, match="being written"):
+            other.save(3, {})
+        del other
+        with pytest.raises(InvalidInput, match="being written"):
+            CheckpointStore(tmp_path).save(3, {})
+        store.save(3, {})
+        other = how(store)
+    other.save(4, {})
+    other.close()
+    assert [it.base for it in other.describe()] == [None, 1, None, 3]
+
+
 _FORKS = """
 import os, sys, torch
 from tpde import CheckpointStore
@@ -154,6 +233,48 @@ def test_a_forked_process_neither_writes_nor_holds_the_lock(tmp_path: Path) -> N
     said, steps = done.stdout.splitlines()
     assert "is being written by another process" in said
     assert steps == "(1, 3)"
+
+
+_FORKS_MEANWHILE = """
+import os, sys, threading, torch
+from tpde import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"x": torch.ones(10)})
+write, writes, forked = os.pwritev, threading.Event(), threading.Event()
+def slowly(*args):
+    writes.set()
+    assert forked.wait(60)
+    return write(*args)
+os.pwritev = slowly
+saves = threading.Thread(target=store.save, args=(2, {"x": torch.ones(10)}))
+saves.start()
+assert writes.wait(60)
+child = os.fork()
+if not child:
+    try:
+        store.save(3, {"x": torch.ones(10)})
+    except Exception as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+forked.set()
+saves.join()
+print(store.steps)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_is_forked_while_a_thread_saves(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS_MEANWHILE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said, steps = done.stdout.splitlines()
+    assert "is being written by another process" in said
+    assert steps == "(1, 2)"
 
 
 def test_a_killed_writer_holds_nothing(tmp_path: Path) -> None:
