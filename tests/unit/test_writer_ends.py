@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.contents import fill, spec_of
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.files.file_writer import FileWriter
+from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
@@ -120,3 +123,72 @@ def test_a_writer_that_does_not_end_well_leaves_no_trace(how: str, tmp_path: Pat
             writer.close()
     assert (tmp_path / "x").read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("piece", [1 << 20, 16])
+def test_a_writer_that_failed_is_given_up(
+    threads: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on after a full disk gets no file, even if there is room again."""
+    path, spec = tmp_path / "x", TensorSpec("U8", (piece,))
+    path.write_bytes(b"before")
+    names = [f"{i:06}" for i in range(max(2, (256 << 10) // piece))]
+    writer = FileWriter(path, dict.fromkeys(names, spec), force=True, threads=threads)
+    data = np.random.default_rng(0).integers(0, 256, piece, np.uint8)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match="No space left"):  # noqa: PT012 - some are gathered
+            for name in names:
+                writer.write(name, data)
+    assert list(tmp_path.iterdir()) == [path]
+    for _ in range(2):
+        with pytest.raises(InvalidDestination, match=r"x` was given up when a write failed .*No space left"):
+            writer.write(names[0], data)
+        with pytest.raises(InvalidDestination, match="write all of it anew") as caught:
+            writer.close()
+    assert caught.value.where == str(path)
+    assert isinstance(caught.value.__cause__, OSError)
+    writer.abort()
+    assert path.read_bytes() == b"before"
+
+
+def test_blobs_that_cannot_be_written_are_given_up() -> None:
+    sink = _Sink()
+    with FileWriter(sink, {"w": SPEC}) as made:
+        made.write("w", fill("normal", SPEC))
+    entry = PackedFile(bytes(sink.data)).container
+    (place,) = entry.places(entry.entries)
+    blob = np.frombuffer(bytes(sink.data), np.uint8)[place[0] : sum(place)]
+    failing = _Sink()
+    writer = FileWriter(failing, {"w": SPEC})
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    failing.write = full  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        writer.write_blob("w", blob)
+    assert failing.ended == "abort "
+    with pytest.raises(InvalidDestination, match=r"given up when a write failed \(MemoryError\)"):
+        writer.write_blob("w", blob)
+    with pytest.raises(InvalidDestination, match="given up"):
+        writer.close()
+
+
+def test_what_is_refused_may_be_given_right() -> None:
+    """Nothing of it was written."""
+    sink = BytesSink()
+    with FileWriter(sink, {"w": SPEC}) as writer:
+        data = fill("normal", SPEC)
+        writer.write("w", data[:100])
+        with pytest.raises(ValueError, match="were given"):
+            writer.write("w", data)
+        with pytest.raises(ValueError, match="complete it before"):
+            writer.write("v", data)
+        writer.write("w", data[100:])
+    assert bytes(PackedFile(bytes(sink.data)).read("w", 1)) == bytes(data)

@@ -11,24 +11,14 @@ import xxhash
 
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor
-from tpde.errors import InvalidArgument, UnknownTensor
-from tpde.files.packed_header import checked_metadata, data_start
+from tpde.files import writer_errors
+from tpde.files.packed_header import checked_metadata, data_start, packed_header
 from tpde.files.source_header import kept_header, restored_header
 from tpde.files.tensor_writer import TensorWriter, WrittenTensor, repeats
 from tpde.files.thread_count import check_threads
 from tpde.format.blob_header import MAX_FIXED_BYTES, align, parse_blob_header
-from tpde.format.constants import (
-    ALIGN_BLOB,
-    ALIGN_LARGE,
-    DTYPES,
-    KEY_PLAIN,
-    KEY_VERSION,
-    LARGE_BYTES,
-    SUFFIX,
-    VERSION,
-)
+from tpde.format.constants import ALIGN_BLOB, ALIGN_LARGE, DTYPES, KEY_VERSION, LARGE_BYTES, SUFFIX, VERSION
 from tpde.format.container import Container, TensorSpec
-from tpde.format.container_writer import entry_json, join_header
 from tpde.io.buffers import Buffer
 from tpde.io.sinks import ByteSink, FileSink
 from tpde.io.small_writes import Gathered
@@ -92,9 +82,7 @@ class FileWriter:
         self._metadata = checked_metadata(self._specs, metadata)
         self.threads = check_threads(threads)
         if codec not in ("auto", "prefix", "zstd"):
-            raise InvalidArgument(
-                f"no codec `{codec!s:.50}`", hint="there are auto, prefix, zstd", where="codec", found=codec
-            )
+            raise writer_errors.unknown_codec(codec)
         self.codec = codec
         header = restored_header(source_header, self._specs, self._metadata)
         self._metadata[KEY_VERSION] = str(VERSION)
@@ -115,6 +103,7 @@ class FileWriter:
         )
         self._small = Gathered(self._sink)
         self._ended = False
+        self._failed: BaseException | None = None  # what of the file was written then is not known
 
     def spec(self, name: str) -> TensorSpec:
         """What a tensor was announced as.
@@ -125,9 +114,7 @@ class FileWriter:
             If it was not.
         """
         if name not in self._specs:
-            raise UnknownTensor(
-                f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
-            )
+            raise writer_errors.unannounced(name)
         return self._specs[name]
 
     def may_pack(self, name: str) -> bool:
@@ -166,25 +153,36 @@ class FileWriter:
             The tensor.
         data : bytes-like or ndarray
             Contiguous; any number of bytes.
+
+        Raises
+        ------
+        InvalidArgument, UnknownTensor
+            If they are none of the bytes that may come now. These may still come.
+        BaseException
+            Whatever else. The file is given up then, and no trace of it is left.
         """
         self._require_open(name)
         piece = as_bytes(data)
         if self._now is None or self._now[0] != name:
-            spec = self._next(name)
+            size, spec = 0, self._next(name)
+        else:
+            size, spec = self._now[1].size, self._now[1].spec
+        if size + piece.size > spec.nbytes:
+            raise writer_errors.too_many(name, size + piece.size, spec.nbytes)
+        try:
+            self._put(name, spec, piece)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _put(self, name: str, spec: TensorSpec, piece: Bytes) -> None:
+        if self._now is None:
             if piece.size == spec.nbytes < MIN_BYTES:  # as very many are: written together
                 self._small.write(self._start + self._at, piece.data)
                 self._end(name, spec, WrittenTensor(piece.size, False, xxhash.xxh3_128_digest(piece.data)))
                 return
             self._now = name, self._begin(name, spec)
         tensor = self._now[1]
-        if tensor.size + piece.size > tensor.spec.nbytes:
-            raise InvalidArgument(
-                f"tensor `{name}` has {tensor.spec.nbytes} bytes, {tensor.size + piece.size} were given",
-                hint="announce the shape that it has",
-                where=name,
-                found=tensor.size + piece.size,
-                needed=tensor.spec.nbytes,
-            )
         tensor.write(piece)
         if tensor.size == tensor.spec.nbytes:
             stored = tensor.finish()
@@ -205,31 +203,34 @@ class FileWriter:
         """
         self._require_open(name)
         spec = self._next(name)
-        self._small.flush()
         header = parse_blob_header(blob[:MAX_FIXED_BYTES].tobytes(), blob.size)
-        self._sink.write(self._start + self._at, [blob.data])
+        try:
+            self._small.flush()
+            self._sink.write(self._start + self._at, [blob.data])
+        except BaseException as error:
+            self._give_up(error)
+            raise
         self._end(name, spec, WrittenTensor(header.blob_bytes, True, header.hash))
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave no trace of a file that could not be written."""
+        self._failed = error
+        self.abort()
 
     def _require_open(self, name: str) -> None:
         """Refuse a tensor for a file that is complete, or was given up."""
+        if self._failed is not None:
+            raise writer_errors.given_up(self._sink.name, self._failed) from self._failed
         if self._ended:
-            why = f"tensor `{name}` comes when the file is complete, or was given up"
-            raise InvalidArgument(why, hint="write it to a new file", where=name)
+            raise writer_errors.too_late(name)
 
     def _next(self, name: str) -> TensorSpec:
         """What a tensor is, which may begin now."""
         if self._now is not None:
-            other, tensor = self._now
-            raise InvalidArgument(
-                f"tensor `{other}` has {tensor.size} of {tensor.spec.nbytes} bytes so far",
-                hint=f"complete it before `{name}` begins",
-                where=other,
-                found=tensor.size,
-                needed=tensor.spec.nbytes,
-            )
+            raise writer_errors.incomplete(*self._now, name)
         spec = self.spec(name)
         if name in self._done:
-            raise InvalidArgument(f"tensor `{name}` was written already", hint="write it once", where=name)
+            raise writer_errors.written_already(name)
         return spec
 
     def _begin(self, name: str, spec: TensorSpec) -> TensorWriter:
@@ -284,13 +285,17 @@ class FileWriter:
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.
 
-        Once it is complete, or was given up, this does nothing.
+        Once it is complete, or was aborted, this does nothing.
 
         Raises
         ------
         InvalidArgument
             If a tensor is missing or incomplete.
+        InvalidDestination
+            If a write has failed.
         """
+        if self._failed is not None:
+            raise writer_errors.given_up(self._sink.name, self._failed) from self._failed
         if self._ended:
             return
         try:
@@ -308,17 +313,8 @@ class FileWriter:
         self._small.flush()
         missing = [name for name in self._specs if name not in self._done]
         if missing:
-            raise InvalidArgument(
-                f"tensor `{missing[0]}` is not complete ({len(missing)} are not)",
-                hint="write all that was announced, or call `abort`",
-                where=missing[0],
-            )
-        if self._plain:
-            # Texts compare by code points, in the order of their UTF-8 bytes.
-            self._metadata[KEY_PLAIN] = "".join(self._plain[name] for name in sorted(self._plain))
-        entries = (entry_json(name, *where) for name, where in self._written.items())
-        header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
-        self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
+            raise writer_errors.missing_tensors(missing)
+        self._sink.write(0, [packed_header(self._written, self._metadata, self._plain, self._start)])
         self._stop()
         self._sink.commit()
 

@@ -17,7 +17,7 @@ from tpde.format.constants import (
 )
 from tpde.format.container import TensorSpec, check_texts
 from tpde.format.container_reader import max_source_header
-from tpde.format.container_writer import entry_json, metadata_json, names_bytes
+from tpde.format.container_writer import entry_json, join_header, metadata_json, names_bytes
 
 
 def checked_metadata(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:
@@ -68,3 +68,29 @@ def _most_bytes(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], to
     for spec, count in Counter(specs.values()).items():  # few of many tensors differ in it
         size += count * (max(len(entry_json("", spec, largest, largest)), packed) + 1)
     return size
+
+
+def packed_header(
+    written: Mapping[str, tuple[TensorSpec, int, int]],
+    metadata: Mapping[str, str],
+    hashes: Mapping[str, str],
+    start: int,
+) -> bytes:
+    """What lies in front of the data.
+
+    Parameters
+    ----------
+    written : mapping of str to tuple
+        What each tensor is as stored, and where it begins and ends.
+    metadata : mapping of str to str
+        All but the hashes.
+    hashes : mapping of str to str
+        Of the tensors that are stored plain.
+    start : int
+        Where the data begins.
+    """
+    if hashes:
+        # Texts compare by code points, in the order of their UTF-8 bytes.
+        metadata = {**metadata, KEY_PLAIN: "".join(hashes[name] for name in sorted(hashes))}
+    entries = (entry_json(name, *where) for name, where in written.items())
+    return (start - 8).to_bytes(8, "little") + join_header(metadata, entries).ljust(start - 8, b" ")

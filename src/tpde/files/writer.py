@@ -106,21 +106,27 @@ class PackedWriter:
         ------
         InvalidArgument
             If it has another dtype, or more elements than are left; if another tensor is not complete, or
-            the file is, or was given up.
+            the file is, or was given up. What is right may still come.
         UnknownTensor
             If no such tensor was announced.
+        OSError
+            If it cannot be written. The file is given up then, and no trace of it is left.
+        InvalidDestination
+            If a write has failed before.
         """
         self._file.write(name, piece_bytes(name, data, self._file.spec(name)))
 
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.
 
-        Once it is complete, or was given up, this does nothing.
+        Once it is complete, or was aborted, this does nothing.
 
         Raises
         ------
         InvalidArgument
             If a tensor is missing or incomplete.
+        InvalidDestination
+            If a write has failed.
         """
         self._file.close()
 
