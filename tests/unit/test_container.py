@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.files import container
 
-from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
+from tpde.errors import Corrupt, InvalidArgument, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import DTYPES
 from tpde.format.container import Container, TensorSpec, check_texts
 from tpde.format.container_reader import max_source_header, parse_header, read_container
@@ -211,6 +212,29 @@ def test_specs_have_less_than_two_to_the_60_bytes() -> None:
     ):
         with pytest.raises(ValueError, match="any dimension of 0 taken as 1"):
             TensorSpec(dtype, shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [(6 / 2,), (True,), [1, 2.0], ("3",), (None,), "34", 3, {3}, (np.float32(1),)]
+)
+def test_shapes_without_integers_are_refused(shape: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"cannot have the shape .* give a tuple of integers") as caught:
+        TensorSpec("F32", shape)
+    assert (caught.value.where, caught.value.found) == ("shape", shape)
+
+
+class _Size(tuple[int, ...]):
+    """As PyTorch has it."""
+
+
+@pytest.mark.parametrize("shape", [[2, 3], (np.int64(2), 3), [np.uint8(2), np.int32(3)], _Size((2, 3))])
+def test_shapes_of_other_integers_are_taken(shape: Any) -> None:
+    spec = TensorSpec("F32", shape)
+    assert spec == TensorSpec("F32", (2, 3))
+    assert hash(spec) == hash(TensorSpec("F32", (2, 3)))
+    assert spec.json == '"dtype":"F32","shape":[2,3]'
+    assert type(spec.shape) is tuple
+    assert all(type(n) is int for n in spec.shape)
 
 
 @pytest.mark.parametrize("order", [("dtype", "shape", "data_offsets"), ("shape", "data_offsets", "dtype")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,14 +28,14 @@ class TensorSpec:
     dtype : str
         Its name in safetensors, such as `BF16`.
     shape : tuple of int
-        Its dimensions; empty for a scalar.
+        Its dimensions; empty for a scalar. A list is taken, too, and so are integers of other libraries.
 
     Raises
     ------
     UnsupportedDtype
         If the dtype is not one of docs/format.md 2.1.
     InvalidArgument
-        If the shape cannot be: a `ValueError`, too.
+        If the shape cannot be, or has what is no integer: a `ValueError`, too.
     """
 
     dtype: str
@@ -48,6 +49,8 @@ class TensorSpec:
                 found=self.dtype,
                 needed=tuple(DTYPES),
             )
+        if type(self.shape) is not tuple or any(type(n) is not int for n in self.shape):
+            object.__setattr__(self, "shape", _dimensions(self.shape))
         if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
             raise InvalidArgument(
                 f"a tensor cannot have the shape {str(self.shape)[:200]}",
@@ -78,6 +81,27 @@ class TensorSpec:
     def json(self) -> str:
         """What an entry of a header says of it."""
         return f'"dtype":"{self.dtype}","shape":[{",".join(map(str, self.shape))}]'
+
+
+def _dimensions(shape: object) -> tuple[int, ...]:
+    """A shape as integers.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is none, or has what is no integer.
+    """
+    try:
+        if not isinstance(shape, (list, tuple)) or any(isinstance(n, bool) for n in shape):
+            raise TypeError
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise InvalidArgument(
+            f"a tensor cannot have the shape {str(shape)[:200]}",
+            hint="give a tuple of integers; `//` divides them",
+            where="shape",
+            found=shape,
+        ) from None
 
 
 @lru_cache(1 << 12)
