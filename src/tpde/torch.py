@@ -188,13 +188,16 @@ def save_model(
         if tensor.numel() and other != name:
             said.setdefault(name, other)
         else:
+            if tensor.is_conj() or tensor.is_neg():  # it may be there as it lies in memory, too
+                tensor = tensor.resolve_conj().resolve_neg()
             kept[name] = tensor.contiguous() if force_contiguous else tensor
     save_file(kept, filename, said or None, threads=threads)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """What is equal for tensors that are one: where they lie, and how they are read."""
-    return (*_place(tensor), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    read = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (*_place(tensor), tensor.device, *read)
 
 
 def load_model(

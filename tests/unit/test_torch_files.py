@@ -316,3 +316,20 @@ def test_tensors_of_models_that_are_not_contiguous(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="`turned` is not contiguous"):
         tpde.torch.save_model(Tied(), tmp_path / "x", force_contiguous=False)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("other", [torch.conj, lambda it: it.imag])
+def test_buffers_that_are_read_otherwise_are_saved_apart(tmp_path: Path, other: Any) -> None:
+    class Views(torch.nn.Module):
+        def __init__(self, values: torch.Tensor) -> None:
+            super().__init__()
+            turned = other(values.conj()), other(values)
+            for name, tensor in zip("abc", (*turned, turned[0]), strict=True):
+                self.register_buffer(name, tensor)
+
+    model, read = Views(torch.tensor([1 + 2j, 3 + 4j])), Views(torch.zeros(2, dtype=torch.complex64))
+    tpde.torch.save_model(model, tmp_path / "x")
+    assert sorted(tpde.torch.load_file(tmp_path / "x")) == ["a", "b"]
+    assert tpde.torch.load_model(read, tmp_path / "x") == (set(), [])
+    for name, tensor in model.named_buffers():
+        assert torch.equal(read.get_buffer(name), tensor)

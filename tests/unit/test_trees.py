@@ -137,6 +137,13 @@ def test_views_of_one_memory_that_differ_are_stored_apart() -> None:
     assert found["real"].tolist() == [[1, 2, 3, 4]]
 
 
+def test_negative_views_are_stored_apart() -> None:
+    one = torch.tensor([1 + 2j, 3 + 4j])
+    found = again({"plain": one.imag, "negative": one.conj().imag})
+    assert found["plain"].tolist() == [2, 4]
+    assert found["negative"].tolist() == [-2, -4]
+
+
 def test_names_are_paths_and_never_the_same() -> None:
     tree = StateTree({"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)})
     assert len(tree.leaves) == 3

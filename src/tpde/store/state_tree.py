@@ -142,11 +142,8 @@ class StateTree:
                 )
             spec = torch_spec(_shown(path), value)
             refuse_expanded(_shown(path), spec.nbytes, value.untyped_storage().nbytes())
-            same = (
-                (value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj())
-                if value.numel()
-                else id(value)
-            )
+            read = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+            same = (value.device, value.data_ptr(), *read) if value.numel() else id(value)
             return ["tensor", self._leaf(value.detach(), spec, same, path)]
         if type(value) is torch.Size:
             return ["size", *value]

@@ -163,8 +163,8 @@ MUTANTS = (
     mutant(
         "conjugated-is-plain",
         "store/state_tree.py",
-        "value.stride(), value.is_conj())",
-        "value.stride())",
+        "value.stride(), value.is_conj(), value",
+        "value.stride(), value",
         "a view comes back without its conjugation",
         "unit/test_trees.py",
     ),
