@@ -218,6 +218,24 @@ def refuse_expanded(name: str, nbytes: int, reach: int) -> None:
         )
 
 
+def refuse_masked(name: str, array: Any) -> None:
+    """Refuse an array of NumPy with a mask, of which a file holds nothing.
+
+    Raises
+    ------
+    InvalidInput
+        If it is one.
+    """
+    import numpy as np
+
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidInput(
+            f"`{name}` is a masked array, and its mask would be lost",
+            hint="store `.filled()`, or its data and its mask as two arrays",
+            where=name,
+        )
+
+
 def has_words(tensor: torch.Tensor) -> bool:
     """Whether a contiguous tensor has words: its storage may have been freed, or begin at an odd place."""
     size = tensor.element_size()

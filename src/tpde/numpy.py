@@ -15,7 +15,7 @@ from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
 from tpde.format.container import TensorSpec
-from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of
+from tpde.frameworks import numpy_dtype_name, refuse_expanded, refuse_masked, spec_of
 from tpde.io.sinks import BytesSink
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def _prepare(tensors: Mapping[str, Array]) -> tuple[dict[str, TensorSpec], dict[
             raise InvalidInput(
                 f"`{name}` is a {type(array).__name__}", hint="arrays can be saved", where=name
             )
+        refuse_masked(name, array)
         reach = sum((n - 1) * abs(step) for n, step in zip(array.shape, array.strides, strict=True))
         refuse_expanded(name, array.nbytes, (reach + array.itemsize) if array.size else 0)
         specs[name] = spec_of(name, numpy_dtype_name(array.dtype), tuple(array.shape))
@@ -62,7 +63,7 @@ def save_file(
     Parameters
     ----------
     tensors : mapping of str to ndarray
-        The arrays; those that are not contiguous are copied.
+        The arrays, without masks; those that are not contiguous are copied.
     filename : path-like
         The file. It appears when it is complete.
     metadata : mapping of str to str, optional

@@ -157,6 +157,22 @@ def test_a_sample_decides(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0]
 
 
+def test_masked_arrays_are_refused(tmp_path: Path) -> None:
+    masked = np.ma.MaskedArray([1.0, 2.0], [False, True])
+    with tpde.PackedWriter(tmp_path / "y", {"w": masked}) as writer:
+        for call in (
+            lambda: tpde.numpy.save_file({"w": masked}, tmp_path / "x"),
+            lambda: tpde.numpy.save({"w": masked}),
+            lambda: writer.write("w", masked),
+        ):
+            with pytest.raises(InvalidInput, match=r"`w` is a masked array.*`\.filled\(\)`") as caught:
+                call()
+            assert caught.value.where == "w"
+        writer.write("w", masked.filled(0))
+    assert not (tmp_path / "x").exists()
+    assert tpde.numpy.load_file(tmp_path / "y")["w"].tolist() == [1.0, 0.0]
+
+
 def test_its_surface() -> None:
     names = {it for it in dir(tpde.PackedWriter) if not it.startswith("_")}
     assert names == {"abort", "close", "plan", "sample_ranges", "write"}

@@ -169,6 +169,8 @@ class _Dict(dict):  # type: ignore[type-arg]
         (1 << 5000, "5001 bits"),
         (np.array([object()]), "object"),
         (np.zeros(2, [("a", "f4")]), "array"),
+        (np.ma.MaskedArray([1, 2], [0, 1]), "masked array"),
+        (np.ma.masked, "masked array"),
         (torch.ones(2, device="meta"), "meta"),
         (torch.ones(2).to_sparse(), "dense"),
         (torch.ones(1).expand(1 << 40), "repeats"),

@@ -11,7 +11,7 @@ from tpde.codec.native import Bytes, as_bytes
 from tpde.errors import InvalidArgument, InvalidInput
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.frameworks import numpy_dtype_name, spec_of, torch_bytes, torch_spec
+from tpde.frameworks import numpy_dtype_name, refuse_masked, spec_of, torch_bytes, torch_spec
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +64,15 @@ def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
     ------
     InvalidArgument
         If it has another dtype, or is not contiguous bytes.
+    InvalidInput
+        If it has a mask.
     """
     if _is_torch(data):
         if torch_spec(name, data).dtype not in (spec.dtype, "U8"):
             raise _other_dtype(name, str(data.dtype), spec)
         return torch_bytes(data.contiguous())
     if isinstance(data, np.ndarray):
+        refuse_masked(name, data)
         if not data.dtype.isnative:
             data = data.astype(data.dtype.newbyteorder("="))
         bits = data.dtype.kind == "u" and 8 * data.dtype.itemsize in (8, DTYPES[spec.dtype].bits)

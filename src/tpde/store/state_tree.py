@@ -15,7 +15,14 @@ import numpy as np
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
-from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of, torch_bytes, torch_spec
+from tpde.frameworks import (
+    numpy_dtype_name,
+    refuse_expanded,
+    refuse_masked,
+    spec_of,
+    torch_bytes,
+    torch_spec,
+)
 from tpde.store.tree_text import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -118,6 +125,7 @@ class StateTree:
         return self._node(key, path)
 
     def _array(self, value: Any, path: tuple[object, ...]) -> str:
+        refuse_masked(_shown(path), value)
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.fields is not None:
             raise InvalidInput(
