@@ -173,6 +173,24 @@ def test_masked_arrays_are_refused(tmp_path: Path) -> None:
     assert tpde.numpy.load_file(tmp_path / "y")["w"].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("ends", ["closed", "aborted", "failed"])
+def test_the_current_folder_may_change(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (first / "in").mkdir(parents=True)
+    second.mkdir()
+    monkeypatch.chdir(first)
+    writer = tpde.PackedWriter("in/../out", {"weight": WEIGHT})
+    monkeypatch.chdir(second)
+    if ends == "failed":
+        with pytest.raises(InvalidArgument, match="not complete"):
+            writer.close()
+    else:
+        writer.write("weight", WEIGHT)
+        writer.close() if ends == "closed" else writer.abort()
+    assert not list(second.iterdir())
+    assert sorted(it.name for it in first.iterdir()) == (["in", "out"] if ends == "closed" else ["in"])
+
+
 def test_its_surface() -> None:
     names = {it for it in dir(tpde.PackedWriter) if not it.startswith("_")}
     assert names == {"abort", "close", "plan", "sample_ranges", "write"}

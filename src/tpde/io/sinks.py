@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.io.buffers import Buffer, byte_view
+from tpde.io.paths import anchored
 from tpde.io.rename import rename_new
 from tpde.io.temporary import clear_files, create
 
@@ -156,10 +157,10 @@ class FileSink:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, force: bool = False, mode: int | None = None) -> None:
-        self.path = Path(path)
-        self.name = str(self.path)
+        self.path = anchored(Path(path))  # the current folder may change before it is complete
+        self.name = str(Path(path))
         self._force, self._mode = force, mode
-        there = refuse_file(self.path, force)
+        there = refuse_file(Path(path), force)
         if mode is None and there is not None and stat.S_ISREG(there.st_mode):
             self._mode = stat.S_IMODE(there.st_mode) & 0o777
         clear_files(self.path.parent)
@@ -170,7 +171,7 @@ class FileSink:
                 self.path, lambda it: os.open(it, os.O_RDWR | os.O_CREAT | os.O_EXCL, bits)
             )
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise unwritable(Path(path), error) from error
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on."""

@@ -11,6 +11,7 @@ from typing import Any
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, TpdeError
 from tpde.files.thread_count import check_threads
+from tpde.io.paths import anchored
 from tpde.io.sinks import sync_folder, unwritable
 from tpde.store.arguments import step_number, whole_number
 from tpde.store.background_save import BackgroundSave
@@ -38,7 +39,8 @@ class CheckpointStore(StoredSteps):
     Parameters
     ----------
     directory : path-like
-        The folder. The first `save` makes it if it is not there.
+        The folder. The first `save` makes it if it is not there. A relative path is one from the folder that
+        is the current one now.
     keyframe_every : int
         Of so many steps one is stored without a base, 1 to 240. More make the store smaller; loading a step
         reads all files back to its keyframe.
@@ -91,7 +93,7 @@ class CheckpointStore(StoredSteps):
         retain: bool = False,
         threads: int | None = None,
     ) -> None:
-        super().__init__(Path(directory), check_threads(threads))
+        super().__init__(anchored(Path(directory)), check_threads(threads))
         self._every = whole_number("keyframe_every", keyframe_every, 1, MAX_CHAIN)
         self._keep = None if keep is None else whole_number("keep", keep, 1, MAX_STEP)
         self._fast = fast

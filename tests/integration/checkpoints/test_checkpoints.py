@@ -203,6 +203,17 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "file").save(1, {})
 
 
+def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointStore("store") as store:
+        store.save(1, {"x": 1})
+        monkeypatch.chdir("/")
+        store.save(2, {"x": 2})
+        assert store.steps == (1, 2)
+        assert store.load() == {"x": 2}
+    assert CheckpointStore(tmp_path / "store").steps == (1, 2)
+
+
 def test_loading_puts_tensors_where_they_are_wanted(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         store.save(1, {"x": torch.ones(2)})
