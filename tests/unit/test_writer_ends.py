@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -192,3 +195,47 @@ def test_what_is_refused_may_be_given_right() -> None:
             writer.write("v", data)
         writer.write("w", data[100:])
     assert bytes(PackedFile(bytes(sink.data)).read("w", 1)) == bytes(data)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_writer_that_nobody_ends_leaves_no_trace(threads: int, tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/dev/fd"))
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=threads)
+    writer.write("w", fill("normal", SPEC)[:-1])
+    assert len(list(tmp_path.iterdir())) == 1
+    del writer
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+_ENDS = """
+import gc, os, sys
+from tpde import PackedWriter, TensorSpec
+writer = PackedWriter(sys.argv[1] + "/x", {"w": TensorSpec("U8", (1 << 20,))})
+writer.write("w", bytes(1000))
+child = os.fork()
+if not child:
+    del writer
+    gc.collect()
+    sys.exit()
+os.waitpid(child, 0)
+print(len(os.listdir(sys.argv[1])))
+if sys.argv[2] == "closed":
+    writer.write("w", bytes((1 << 20) - 1000))
+    writer.close()
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("open", []), ("closed", ["x"])])
+def test_a_process_that_ends_leaves_no_trace(how: str, left: list[str], tmp_path: Path) -> None:
+    """But one that is forked leaves its parent's file."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ENDS, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert os.listdir(tmp_path) == left

@@ -20,7 +20,7 @@ class PackedWriter:
     """Writes a packed file from tensors given in pieces, so that a source may be larger than memory.
 
     The file appears when the writer is closed without an error, and not before; leaving the `with` block
-    by an exception removes every trace of it.
+    by an exception removes every trace of it, and so does a writer that nobody has any longer.
 
     Parameters
     ----------

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import stat
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ from tpde.errors import DestinationExists, InvalidDestination
 from tpde.io.buffers import Buffer, byte_view
 from tpde.io.paths import anchored
 from tpde.io.rename import rename_new
-from tpde.io.temporary import clear_files, create
+from tpde.io.temporary import clear_files, create, discard
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
 # Of file systems that do not sync folders, and of folders that may be written, but not read.
@@ -137,7 +138,8 @@ def require_writable(path: Path) -> None:
 class FileSink:
     """A file written under a temporary name beside its place, synced, and renamed.
 
-    What killed processes left beside it is removed. A link is replaced, what it names is not.
+    What killed processes left beside it is removed. What is neither committed nor aborted is removed with the
+    object, or when the interpreter ends. A link is replaced, what it names is not.
 
     Parameters
     ----------
@@ -172,6 +174,7 @@ class FileSink:
             )
         except OSError as error:
             raise unwritable(Path(path), error) from error
+        self._unused = weakref.finalize(self, discard, self._temporary, self._fd, os.getpid())
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on."""
@@ -232,6 +235,7 @@ class FileSink:
     def _close(self) -> None:
         """Close the file, which is closed whether that fails or not."""
         descriptor, self._fd = self._fd, -1
+        self._unused.detach()
         try:
             os.close(descriptor)
         except OSError as error:

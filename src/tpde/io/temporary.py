@@ -123,6 +123,15 @@ def remove(path: Path) -> None:
         os.unlink(path)
 
 
+def discard(path: Path, descriptor: int, owner: int) -> None:
+    """Close and remove a file that nobody completed, unless another process made it."""
+    if owner == os.getpid():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def clear_files(folder: Path) -> None:
     """Remove the files that killed processes left in a folder."""
     for path in abandoned(folder):
