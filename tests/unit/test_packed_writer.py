@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,28 @@ def test_the_current_folder_may_change(ends: str, tmp_path: Path, monkeypatch: p
         writer.close() if ends == "closed" else writer.abort()
     assert not list(second.iterdir())
     assert sorted(it.name for it in first.iterdir()) == (["in", "out"] if ends == "closed" else ["in"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [None, b"x", 3, io.BytesIO(), "", "a\0b", Path("a\0b")],
+    ids=["none", "bytes", "number", "file", "empty", "zero", "path with a zero"],
+)
+def test_what_is_no_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "a path is needed, and a .* is given; pass a text|the path .* can name nothing"
+    calls: list[Callable[[], Any]] = [
+        lambda: tpde.CheckpointStore(path),
+        lambda: tpde.PackedWriter(path, {"weight": WEIGHT}),
+        lambda: tpde.torch.save_file({"weight": WEIGHT}, path),
+        lambda: tpde.numpy.save_file({"bits": BITS}, path),
+    ]
+    if not isinstance(path, bytes):  # those of a file
+        calls += [lambda: tpde.safe_open(path), lambda: tpde.torch.load_file(path)]
+    for call in calls:
+        with pytest.raises(InvalidInput, match=words):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_its_surface() -> None:

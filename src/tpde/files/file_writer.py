@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import cast
 
 import xxhash
 
@@ -97,9 +98,9 @@ class FileWriter:
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self.threads > 1 else None
         self._sink: ByteSink = (
-            FileSink(destination, force=force, mode=mode)
-            if isinstance(destination, (str, os.PathLike))
-            else destination
+            cast(ByteSink, destination)
+            if hasattr(destination, "commit")
+            else FileSink(destination, force=force, mode=mode)
         )
         self._small = Gathered(self._sink)
         self._ended = False

@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Sequence
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from tpde.format.constants import KEY_PLAIN, KEY_VERSION, KEYS, MAGIC, SUFFIX, V
 from tpde.format.container import Container, Entry, TensorSpec
 from tpde.format.container_reader import read_container
 from tpde.format.container_writer import canonical_header
+from tpde.io.paths import given_path
 from tpde.io.small_reads import read_together
 from tpde.io.sources import ByteSource, BytesSource, FileSource, read
 
@@ -51,12 +53,13 @@ class PackedFile:
     def __init__(
         self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Bytes | ByteSource
     ) -> None:
-        if isinstance(source, (str, os.PathLike)):
-            self.source: ByteSource = FileSource(source)
-        elif isinstance(source, (bytes, bytearray, memoryview, np.ndarray)):
-            self.source = BytesSource(source)
+        if isinstance(source, (bytes, bytearray, memoryview, np.ndarray)):
+            self.source: ByteSource = BytesSource(source)
+        elif hasattr(source, "read_into"):
+            self.source = cast(ByteSource, source)
         else:
-            self.source = source
+            given_path(source)
+            self.source = FileSource(source)  # by its name as it was given
         try:
             self.container: Container = read_container(self.source)
             self._open()

@@ -11,6 +11,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
 from tpde.files.file_writer import FileWriter
 from tpde.files.given_tensors import piece_bytes, spec_like
+from tpde.io.paths import given_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,7 +64,7 @@ class PackedWriter:
         force: bool = False,
     ) -> None:
         self._file = FileWriter(
-            os.fspath(destination),
+            given_path(destination),
             {name: spec_like(name, it) for name, it in tensors.items()},
             metadata=metadata,
             threads=threads,

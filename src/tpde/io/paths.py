@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from tpde.errors import InvalidArgument
+
+
+def given_path(path: object) -> Path:
+    """A path that a caller gave.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is none, or can name nothing.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise InvalidArgument(
+            f"a path is needed, and a {type(path).__name__} is given",
+            hint="pass a text or a `pathlib.Path`; for bytes in memory there are `load` and `save`",
+            where="path",
+            found=path,
+        )
+    if not text or "\0" in text:
+        raise InvalidArgument(
+            f"the path {text!r} can name nothing", hint="name a file or a folder", where="path", found=path
+        )
+    return Path(text)
 
 
 def anchored(path: Path) -> Path:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.io.buffers import Buffer, byte_view
-from tpde.io.paths import anchored
+from tpde.io.paths import anchored, given_path
 from tpde.io.rename import rename_new
 from tpde.io.temporary import clear_files, create, discard
 
@@ -154,15 +154,15 @@ class FileSink:
     ------
     DestinationExists
         If something is there and `force` is false.
-    InvalidDestination
+    InvalidDestination, InvalidArgument
         If the folder cannot be written, or if what is there is neither file nor link.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, force: bool = False, mode: int | None = None) -> None:
-        self.path = anchored(Path(path))  # the current folder may change before it is complete
-        self.name = str(Path(path))
+        given = given_path(path)
+        self.path, self.name = anchored(given), str(given)  # the current folder may change meanwhile
         self._force, self._mode = force, mode
-        there = refuse_file(Path(path), force)
+        there = refuse_file(given, force)
         if mode is None and there is not None and stat.S_ISREG(there.st_mode):
             self._mode = stat.S_IMODE(there.st_mode) & 0o777
         clear_files(self.path.parent)
@@ -173,7 +173,7 @@ class FileSink:
                 self.path, lambda it: os.open(it, os.O_RDWR | os.O_CREAT | os.O_EXCL, bits)
             )
         except OSError as error:
-            raise unwritable(Path(path), error) from error
+            raise unwritable(given, error) from error
         self._unused = weakref.finalize(self, discard, self._temporary, self._fd, os.getpid())
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, TpdeError
 from tpde.files.thread_count import check_threads
-from tpde.io.paths import anchored
+from tpde.io.paths import anchored, given_path
 from tpde.io.sinks import sync_folder, unwritable
 from tpde.store.arguments import step_number, whole_number
 from tpde.store.background_save import BackgroundSave
@@ -58,7 +57,7 @@ class CheckpointStore(StoredSteps):
     Raises
     ------
     InvalidInput
-        If a number is out of its range.
+        If a number is out of its range, or the folder is no path.
 
     Notes
     -----
@@ -93,7 +92,7 @@ class CheckpointStore(StoredSteps):
         retain: bool = False,
         threads: int | None = None,
     ) -> None:
-        super().__init__(anchored(Path(directory)), check_threads(threads))
+        super().__init__(anchored(given_path(directory)), check_threads(threads))
         self._every = whole_number("keyframe_every", keyframe_every, 1, MAX_CHAIN)
         self._keep = None if keep is None else whole_number("keep", keep, 1, MAX_STEP)
         self._fast = fast
