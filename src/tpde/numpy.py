@@ -14,6 +14,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
+from tpde.files.packed_header import given_metadata
 from tpde.format.container import TensorSpec
 from tpde.frameworks import numpy_dtype_name, refuse_expanded, refuse_masked, spec_of
 from tpde.io.sinks import BytesSink
@@ -67,7 +68,7 @@ def save_file(
     filename : path-like
         The file. It appears when it is complete.
     metadata : mapping of str to str, optional
-        Kept, and restored when the file is unpacked.
+        Kept, and restored when the file is unpacked. Its keys are not `tpde`, nor begin with `tpde.`.
     threads : int, optional
         By default one for each processor; the file does not depend on it.
 
@@ -83,7 +84,8 @@ def save_file(
     >>> save_file({"weight": np.zeros((3, 4), np.float32)}, "model.safetensors")  # doctest: +SKIP
     """
     specs, arrays = _prepare(tensors)
-    _write(arrays, FileWriter(filename, specs, metadata=metadata, threads=threads, force=True))
+    given = given_metadata(metadata)
+    _write(arrays, FileWriter(filename, specs, metadata=given, threads=threads, force=True))
 
 
 def save(
@@ -95,7 +97,7 @@ def save(
     """Pack arrays into bytes; see `save_file`."""
     specs, arrays = _prepare(tensors)
     sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
-    _write(arrays, FileWriter(sink, specs, metadata=metadata, threads=threads))
+    _write(arrays, FileWriter(sink, specs, metadata=given_metadata(metadata), threads=threads))
     return bytes(sink.data)
 
 

@@ -15,6 +15,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
+from tpde.files.packed_header import given_metadata
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.io.sinks import BytesSink
@@ -83,7 +84,7 @@ def save_file(
     filename : path-like
         The file. It appears when it is complete.
     metadata : mapping of str to str, optional
-        Kept, and restored when the file is unpacked.
+        Kept, and restored when the file is unpacked. Its keys are not `tpde`, nor begin with `tpde.`.
     threads : int, optional
         Of the host, which encode what is there, and choose codes for what is on a GPU, to be encoded there.
         By default one for each processor; the file does not depend on it.
@@ -99,7 +100,8 @@ def save_file(
     >>> from tpde.torch import save_file
     >>> save_file({"weight": torch.zeros(3, 4)}, "model.safetensors")  # doctest: +SKIP
     """
-    _write(tensors, FileWriter(filename, _specs(tensors), metadata=metadata, threads=threads, force=True))
+    given = given_metadata(metadata)
+    _write(tensors, FileWriter(filename, _specs(tensors), metadata=given, threads=threads, force=True))
 
 
 def save(
@@ -111,7 +113,7 @@ def save(
     """Pack tensors into bytes; see `save_file`."""
     specs = _specs(tensors)
     sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
-    _write(tensors, FileWriter(sink, specs, metadata=metadata, threads=threads))
+    _write(tensors, FileWriter(sink, specs, metadata=given_metadata(metadata), threads=threads))
     return bytes(sink.data)
 
 

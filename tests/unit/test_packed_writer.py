@@ -215,6 +215,27 @@ def test_what_is_no_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("key", ["tpde", "tpde.source", "tpde.plain", "tpde.mine"])
+def test_metadata_of_the_format_is_refused(key: str, tmp_path: Path) -> None:
+    metadata, path = {"mine": "a", key: "1"}, tmp_path / "x"
+    calls: list[Callable[[], Any]] = [
+        lambda: tpde.PackedWriter(path, {"weight": WEIGHT}, metadata=metadata),
+        lambda: tpde.torch.save_file({"weight": WEIGHT}, path, metadata),
+        lambda: tpde.torch.save({"weight": WEIGHT}, metadata),
+        lambda: tpde.torch.save_model(torch.nn.Linear(2, 2), path, metadata),
+        lambda: tpde.numpy.save_file({"bits": BITS}, path, metadata),
+        lambda: tpde.numpy.save({"bits": BITS}, metadata),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match=f"the metadata has the key `{key}`") as caught:
+            call()
+        assert caught.value.where == key
+    assert not path.exists()
+    tpde.torch.save_file({"weight": WEIGHT}, path, {"tpdes": "1", "a.tpde": "2"})
+    with tpde.safe_open(path) as file:
+        assert file.metadata() == {"tpdes": "1", "a.tpde": "2"}
+
+
 def test_its_surface() -> None:
     names = {it for it in dir(tpde.PackedWriter) if not it.startswith("_")}
     assert names == {"abort", "close", "plan", "sample_ranges", "write"}

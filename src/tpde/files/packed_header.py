@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from tpde.errors import InvalidInput, TpdeError
+from tpde.errors import InvalidArgument, InvalidInput, TpdeError
 from tpde.format.blob_header import align
 from tpde.format.constants import (
     ALIGN_BLOB,
     ALIGN_LARGE,
     KEY_PLAIN,
+    KEY_VERSION,
     LARGE_BYTES,
     MAX_CONTAINER_HEADER,
     SUFFIX,
@@ -18,6 +19,24 @@ from tpde.format.constants import (
 from tpde.format.container import TensorSpec, check_texts
 from tpde.format.container_reader import max_source_header
 from tpde.format.container_writer import entry_json, join_header, metadata_json, names_bytes
+
+
+def given_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Metadata as a caller gave it.
+
+    Raises
+    ------
+    InvalidArgument
+        If it has a key of the format's own (format.md 1.3).
+    """
+    for key in metadata if isinstance(metadata, Mapping) else ():
+        if isinstance(key, str) and (key == KEY_VERSION or key.startswith(f"{KEY_VERSION}.")):
+            raise InvalidArgument(
+                f"the metadata has the key `{key}`, one of the format's own",
+                hint=f"take a key that is not `{KEY_VERSION}`, nor begins with `{KEY_VERSION}.`",
+                where=key,
+            )
+    return metadata
 
 
 def checked_metadata(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -11,6 +11,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
 from tpde.files.file_writer import FileWriter
 from tpde.files.given_tensors import piece_bytes, spec_like
+from tpde.files.packed_header import given_metadata
 from tpde.io.paths import given_path
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class PackedWriter:
     tensors : mapping of str to TensorSpec, torch.Tensor or ndarray
         All tensors that will be written. Of a tensor, its dtype and shape alone are taken.
     metadata : mapping of str to str, optional
-        Kept, and restored when the file is unpacked.
+        Kept, and restored when the file is unpacked. Its keys are not `tpde`, nor begin with `tpde.`.
     threads : int, optional
         How many threads encode; by default one for each processor. The file does not depend on it.
     codec : {"auto", "prefix", "zstd"}
@@ -66,7 +67,7 @@ class PackedWriter:
         self._file = FileWriter(
             given_path(destination),
             {name: spec_like(name, it) for name, it in tensors.items()},
-            metadata=metadata,
+            metadata=given_metadata(metadata),
             threads=threads,
             codec=codec,
             force=force,

@@ -100,8 +100,8 @@ MUTANTS = (
     mutant(
         "saving-replaces-nothing",
         "torch.py",
-        "_specs(tensors), metadata=metadata, threads=threads, force=True))",
-        "_specs(tensors), metadata=metadata, threads=threads))",
+        "_specs(tensors), metadata=given, threads=threads, force=True))",
+        "_specs(tensors), metadata=given, threads=threads))",
         "`save_file` over a file that is there fails",
         _TORCH_FILES,
     ),
