@@ -12,6 +12,7 @@ from tpde.errors import InvalidInput, TpdeError
 from tpde.files.thread_count import check_threads
 from tpde.io.paths import anchored, given_path
 from tpde.io.sinks import sync_folder, unwritable
+from tpde.io.temporary import clear_files
 from tpde.store.arguments import step_number, whole_number
 from tpde.store.background_save import BackgroundSave
 from tpde.store.chain import MAX_STEP, STEP, TREE, close_links, name_of, open_links, state_of, steps_in
@@ -278,6 +279,8 @@ class CheckpointStore(StoredSteps):
     ) -> tuple[int, ...]:
         """Remove steps, and rewrite those that stand on them: each that stays has the bits that it had.
 
+        What killed processes left in the folder is removed, too.
+
         Parameters
         ----------
         keep : int, optional
@@ -302,6 +305,7 @@ class CheckpointStore(StoredSteps):
         with self._alone():
             self.wait()
             self._own()
+            clear_files(self.directory)
             there, gone = steps_in(self.directory), {step_number(it) for it in drop}
             if unknown := sorted(gone.difference(there)):
                 raise InvalidInput(

@@ -277,7 +277,8 @@ def test_a_process_that_is_forked_while_a_thread_saves(tmp_path: Path) -> None:
     assert steps == "(1, 2)"
 
 
-def test_a_killed_writer_holds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["save", "prune"])
+def test_a_killed_writer_holds_nothing(tmp_path: Path, call: str) -> None:
     script = """
 import os, signal, sys, torch
 from tpde import CheckpointStore
@@ -292,8 +293,12 @@ store.save(2, {"x": torch.ones(10)})
     assert len(left) == 3  # the step, the lock, and what was being written
     with CheckpointStore(tmp_path) as store:
         assert store.steps == (1,)
-        store.save(2, {"x": 2})
-    assert {it.name for it in tmp_path.iterdir()} == {name_of(1), name_of(2), "writer.lock"}
+        if call == "save":
+            store.save(2, {"x": 2})
+        else:
+            assert store.prune(1) == ()
+        there = {*map(name_of, store.steps), "writer.lock"}
+    assert {it.name for it in tmp_path.iterdir()} == there
 
 
 def test_a_lock_ends_with_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
