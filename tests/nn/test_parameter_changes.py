@@ -177,6 +177,14 @@ def test_programs_without_weights_are_refused(pair: tuple[Model, Model]) -> None
             torch.jit.trace(ours.embed, (IDS,))
 
 
+def test_memory_that_no_function_of_python_asks_for(weight: Any) -> None:
+    """It was at address 0, and the first element a crash."""
+    for it in (packed(weight), packed(weight).detach(), packed(weight).data):
+        for capsule in (torch.utils.dlpack.to_dlpack, torch._C._to_dlpack):
+            with pytest.raises(RuntimeError, match="data pointer"):
+                capsule(it)
+
+
 def test_what_fx_traces_is_refused(pair: tuple[Model, Model]) -> None:
     """It would hold views of the memory that each layer decodes to."""
     _, ours = pair

@@ -81,6 +81,7 @@ class PackedParameter(Packed):
         made: PackedParameter = torch.Tensor._make_wrapper_subclass(
             cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # `to_dlpack` asks nobody, and would point to nothing
         made.packed, made.plain_requires_grad = packed, requires_grad
         made.memory_format = memory_format
         return made
