@@ -15,8 +15,6 @@ from torch.fx import _symbolic_trace
 
 from tpde.errors import PackedWeight
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-
 
 def transformed() -> bool:
     """Whether this thread computes within a transform."""
@@ -43,11 +41,7 @@ def refuse_trace(name: str) -> None:
     PackedWeight
         If this thread is in one.
     """
-    if (
-        torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(_PROXY) is not None
-        or _symbolic_trace._is_fx_tracing_flag
-    ):
+    if torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag:
         raise PackedWeight(
             f"the packed weights of `{name}` would be constants of what a tracer makes (`torch.jit.trace`, "
             "`torch.fx`, `torch.func.linearize`)",

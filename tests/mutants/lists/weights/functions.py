@@ -24,10 +24,26 @@ MUTANTS = (
     mutant(
         "changes-by-functions-are-missed",
         "weights/functions.py",
-        "        if copy._version != version:\n            raise refuse_change(name, function_name(func))\n",
-        "        if copy._version < version:\n            raise refuse_change(name, function_name(func))\n",
+        "if copy._version != version or (others",
+        "if copy._version < version or (others",
         "a function that changes a weight changes a copy that is lost",
         "nn/test_parameter_changes.py",
+    ),
+    mutant(
+        "what-is-received-is-lost",
+        "weights/functions.py",
+        "(others and not weight.takes(copy))",
+        "(others and not copy.shape)",
+        "bits that another process sends to a packed weight are lost without a word",
+        "nn/test_other_processes.py",
+    ),
+    mutant(
+        "fx-traces-views-of-shared-memory",
+        "weights/transforms.py",
+        "is not None or _symbolic_trace._is_fx_tracing_flag:",
+        "is not None:",
+        "what make_fx gives computes with the weights of whatever layer was decoded last",
+        "nn/test_parameter_changes.py::test_what_fx_traces_is_refused",
     ),
     mutant(
         "out-is-a-packed-weight",
