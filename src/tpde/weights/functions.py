@@ -91,12 +91,20 @@ def dispatch(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 
 # Operators between processes that write to their first argument, which their schemas do not say.
 _RECEIVING = {
-    f"c10d::{name}"
-    for name in (
-        *("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_into_tensor_coalesced_"),
-        *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "reduce_scatter_", "alltoall_"),
-        *("recv_", "recv_any_source_", "scatter_", "reduce_scatter_tensor_coalesced_"),
-    )
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "c10d::allgather_into_tensor_coalesced_",
+    "c10d::allreduce_",
+    "c10d::allreduce_coalesced_",
+    "c10d::alltoall_",
+    "c10d::alltoall_base_",
+    "c10d::broadcast_",
+    "c10d::recv_",
+    "c10d::recv_any_source_",
+    "c10d::reduce_",
+    "c10d::reduce_scatter_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+    "c10d::scatter_",
 }
 
 

@@ -37,7 +37,7 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
     Raises
     ------
     PackedWeight
-        Within `torch.jit.trace`.
+        Within a tracer: see `refuse_trace`.
     """
     refuse_trace(packed.name)
     if len(packed.shape) != 2:
