@@ -131,8 +131,9 @@ def test_hashing_compiles_without_spills(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_encoding_windows_compiles_without_spills(arch: str) -> None:
-    log = NVRTC.cubin(window_encode.SOURCE, {}, arch)[1]
+@pytest.mark.parametrize("defines", [{}, {"FLAG": 0}, {"FLAG": 1}], ids=str)
+def test_encoding_windows_compiles_without_spills(defines: dict[str, int], arch: str) -> None:
+    log = NVRTC.cubin(window_encode.SOURCE, defines, arch)[1]
     assert_no_spills(log)
     assert registers(log) * 256 * 3 <= 65536  # three blocks, of the rarer kernel
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10

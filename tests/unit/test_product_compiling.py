@@ -95,7 +95,7 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
     compile_ahead(4096, 5120, 0)
     assert asked.empty()
     may.set()
-    assert asked.get(timeout=20)[0] == "plan"
+    assert {asked.get(timeout=20)[0] for _ in range(2)} == {"plan_long", "encode"}
     matrix = there(sections(4096, 5120))
     products = {matrix.ways(count)[0].label for count in range(1, MOST_ROWS + 1)}
     found = {asked.get(timeout=20) for _ in range(3 + len(products))}
@@ -116,9 +116,9 @@ def test_kernels_of_experts_are_compiled_ahead(launch_on: Any) -> None:
     for experts, rows, columns, products in ((128, 1536, 2048, 4), (8, 512, 14336, 1)):
         launch_on(MadeBackend(kernel, have))
         window_experts.compile_ahead(experts, rows, columns, 0)
-        found = {asked.get(timeout=20) for _ in range(1 + 2 + products)}
-        names = [name for name, _ in found]
-        assert sorted(names) == ["experts_product"] * products + ["experts_rows", "experts_sum", "plan"]
+        found = {asked.get(timeout=20) for _ in range(2 + 2 + products)}
+        names = ["encode", *["experts_product"] * products, "experts_rows", "experts_sum", "plan_long"]
+        assert sorted(name for name, _ in found) == names
         window = sections(rows, columns)
         made = window_experts.DeviceExperts([(window, 128)] * experts, experts, False, 0)
         made.prepare()
@@ -140,7 +140,7 @@ def test_what_fails_ahead_is_told_later(launch_on: Any) -> None:
         compile_ahead(4096, columns, 0)
     encoding = 0
     while (it := asked.get(timeout=20))[1] == 0:  # the last shape's chunks are not all full
-        encoding += it[0] == "plan"
+        encoding += it[0] == "plan_long"
     assert encoding == 1
     with pytest.raises(CompileError, match="refused"):
         there(sections(4096, 6144)).prepare()

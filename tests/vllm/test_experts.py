@@ -108,6 +108,28 @@ def test_few_rows_are_multiplied_from_windows(experts_on_gpu: Any) -> None:  # n
     assert it.plain.seen == []
 
 
+@pytest.mark.parametrize("tokens", [3, 1000])
+def test_kernels_are_there_after_the_first_step(
+    experts_on_gpu: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+) -> None:
+    """Whatever it takes: the next may be recorded."""
+    from tpde.cuda.window_experts import DeviceExperts
+
+    prepared: list[Any] = []
+
+    def prepare(self: Any) -> None:
+        prepared.append(self)
+
+    monkeypatch.setattr(DeviceExperts, "prepare", prepare)
+    it = load(made(), experts_on_gpu)
+    assert not prepared
+    for _ in range(2):
+        it.method.apply(it.layer, *batch(tokens))
+        assert prepared == [stack.packed.experts._there for stack in it.method._stacks.values()]
+
+
 @pytest.mark.parametrize("kernels", ["fused", "exact"])
 def test_more_rows_are_decoded(experts_on_gpu: Any, kernels: str) -> None:  # noqa: F811
     it = load(made(kernels=kernels), experts_on_gpu if kernels == "fused" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,12 +20,14 @@ from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
 _SHAPE = 256, 1024  # of the sample: 32 chunks
+_MOST_MORE = 16  # eighths that a tensor's largest chunk may take beside the usual
 
 
 def compile_ahead(dtype: str, device: int, *, packing: bool) -> None:
     """Compile in another thread what a trained model's weights of a dtype take.
 
-    That is what such numbers have that are drawn at random. Of what other weights take, and other dtypes than
+    That is what such numbers have that are drawn at random, and then what those have of which one chunk takes
+    more: of a trained model's tensors, one in a hundred. Of what other weights take, and other dtypes than
     `BF16`, `F16` and `F32`, nothing is compiled before they are decoded. Whatever fails fails again there.
 
     Parameters
@@ -44,11 +47,24 @@ def _compile(backend: Backend, dtype: str, packing: bool, device: int) -> None:
     spec, data = TensorSpec(dtype, _SHAPE), _weights(dtype)
     if data is None:
         return
-    asked = WorkList([_item(spec, data)], device).asked()
+    usual = _item(spec, data)
+    asked = WorkList([usual], device).asked()
+    rarer = _of_larger_chunks(usual, asked, device)
     if packing:
         asked.append(Asked(digest.SOURCE, "sums", {}))
         asked.insert(0, Asked(encode.SOURCE, "measure", encode.usual(spec)))  # packing comes first
-    compile_all(backend, asked, device)
+    compile_all(backend, asked + rarer, device)
+
+
+def _of_larger_chunks(item: Item, asked: list[Asked], device: int) -> list[Asked]:
+    """What decodes the same with one chunk so large that it takes other kernels; none if there are none."""
+    usual = item.header.max_stream_bytes
+    for more in range(1, _MOST_MORE + 1):
+        header = replace(item.header, max_stream_bytes=usual + usual * more // 8)
+        found = WorkList([item._replace(header=header)], device).asked()
+        if found != asked:
+            return found
+    return []
 
 
 def _weights(dtype: str) -> Bytes | None:

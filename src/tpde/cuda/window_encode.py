@@ -25,7 +25,7 @@ from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.backend import Backend, current
-from tpde.cuda.compiling import submit
+from tpde.cuda.compiling import Asked, compile_all, submit
 
 SOURCE = "window_encode.cu"
 COUNTS_BYTES = 2048  # of the start of scratch memory: which XORs escapes have, for both values of the flag
@@ -60,7 +60,7 @@ class ChosenWindow(NamedTuple):
 
 
 def compile_ahead(device: int) -> None:
-    """Compile the kernels in another thread: see `tpde.cuda.compiling.submit`.
+    """Compile in another thread what a trained matrix takes: see `tpde.cuda.compiling.submit`.
 
     Raises
     ------
@@ -72,7 +72,17 @@ def compile_ahead(device: int) -> None:
 
 
 def _compile(backend: Backend, device: int) -> None:
-    backend.kernel(SOURCE, "plan", {}, device)
+    compile_all(backend, [_planning(together=True), _encoding(zero=False)], device)
+
+
+def _planning(together: bool) -> Asked:
+    """The kernel that chooses windows: all of a block for a row, or a warp."""
+    return Asked(SOURCE, "plan_long" if together else "plan", {})
+
+
+def _encoding(zero: bool) -> Asked:
+    """The kernel that writes blobs with this value of the flag."""
+    return Asked(SOURCE, "encode", {"FLAG": int(zero)})
 
 
 class WindowEncoder:
@@ -110,10 +120,10 @@ class WindowEncoder:
         self._padded = 16 * window.stripes
         self.scratch_bytes = self._records_at + 2 * self._padded
 
-    def _launch(self, name: str, blocks: int, stream: int, *arguments: int) -> None:
+    def _launch(self, asked: Asked, blocks: int, stream: int, *arguments: int) -> None:
         matrix = self.matrix
         given = matrix.at, matrix.stride, matrix.rows, matrix.columns, *arguments
-        kernel = current().kernel(SOURCE, name, {}, self._device)
+        kernel = current().kernel(asked.source, asked.name, asked.defines, self._device)
         kernel.launch(blocks, _THREADS, 0)(stream, *given)
 
     def plan(self, scratch: int, stream: int) -> None:
@@ -132,8 +142,7 @@ class WindowEncoder:
         blocks = max(min(rows, _MOST_BLOCKS), -(-rows * columns // _BLOCK_WORDS))
         if not together:
             blocks = max(min(-(-rows // _WARPS), _MOST_BLOCKS), -(-rows * columns // _BLOCK_WORDS))
-        name = "plan_long" if together else "plan"
-        self._launch(name, blocks, stream, scratch + self._records_at, scratch)
+        self._launch(_planning(together), blocks, stream, scratch + self._records_at, scratch)
 
     def choose(self, counts: Any) -> ChosenWindow:
         """Choose table and flag (windows.md 6.2 to 6.4).
@@ -174,7 +183,7 @@ class WindowEncoder:
         before = records, scratch + SAID_AT, scratch + _TICKET_AT, scratch + _STATES_AT
         where = out, window.offsets_at, window.entries_at, window.bodies_at, window.entries
         table = np.frombuffer(window.table, "<u8").tolist()
-        self._launch("encode_zero" if zero else "encode", self._blocks, stream, *before, *where, *table)
+        self._launch(_encoding(zero), self._blocks, stream, *before, *where, *table)
 
 
 def _check_address(what: str, at: int, unit: int) -> None:

@@ -63,6 +63,11 @@ class Experts:
             self._there.table_at = self._table.data_ptr()
             self._there.prepare()
 
+    def prepare(self) -> None:
+        """Compile the kernels, for the errors that there may be, and for CUDA graphs; on the CPU nothing."""
+        if self._there is not None:
+            self._there.prepare()
+
     def decode_into(self, out: Tensor) -> None:
         """Decode all of them to the start of a buffer of bytes, on the current stream."""
         if self._there is None:

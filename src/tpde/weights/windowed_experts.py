@@ -32,6 +32,8 @@ class WindowedExperts(WindowSource):
         What errors call it.
     stack : Stack, optional
         What it holds, if it is known to be right. By default, it is checked.
+    prepared : bool
+        Compile kernels now, if it is on a GPU. Otherwise `Experts.prepare` does, or the first product.
 
     Raises
     ------
@@ -41,8 +43,9 @@ class WindowedExperts(WindowSource):
         If it is no stack of window blobs. All but the words is checked here, on the host; words may be any.
     """
 
-    def __init__(self, blob: Tensor, name: str, stack: Stack | None = None) -> None:
+    def __init__(self, blob: Tensor, name: str, stack: Stack | None = None, *, prepared: bool = True) -> None:
         super().__init__(blob, name)
+        self._prepared = prepared
         try:
             self.stack = (
                 window_stacks.validate(blob.cpu().numpy(), default_threads()) if stack is None else stack
@@ -79,7 +82,14 @@ class WindowedExperts(WindowSource):
 
     @classmethod
     def of_plain(
-        cls, weight: Tensor, name: str, most: float, turned: bool, *, spare: bool = False
+        cls,
+        weight: Tensor,
+        name: str,
+        most: float,
+        turned: bool,
+        *,
+        prepared: bool = True,
+        spare: bool = False,
     ) -> WindowedExperts | None:
         """A contiguous bf16 tensor in the window layout, on its device: as `of`.
 
@@ -89,7 +99,7 @@ class WindowedExperts(WindowSource):
         made = window_stacking.encode_together(taken.detach().unbind(), turned=turned, spare=spare)
         if made is None or made.blob.numel() > most * weight.nbytes:
             return None
-        return cls(made.blob, name, made.stack)
+        return cls(made.blob, name, made.stack, prepared=prepared)
 
     def _place(self, blob: Tensor) -> None:
         super()._place(blob)
@@ -100,7 +110,8 @@ class WindowedExperts(WindowSource):
             self._there = DeviceExperts(matrices, len(matrices), stack.turned, blob.device.index)
             self._table = upload(self._there.table.view(np.uint8).reshape(-1), blob.device)
             self._there.table_at = self._table.data_ptr()
-            self._there.prepare()
+            if self._prepared:
+                self._there.prepare()
 
     @property
     def there(self) -> DeviceExperts | None:
@@ -108,7 +119,7 @@ class WindowedExperts(WindowSource):
         return self._there
 
     def _like(self, blob: Tensor) -> WindowedExperts:
-        return WindowedExperts(blob, self.name, self.stack)
+        return WindowedExperts(blob, self.name, self.stack, prepared=self._prepared)
 
     def _become(self, made: WindowedExperts) -> None:
         self.stack = made.stack

@@ -149,18 +149,6 @@ __device__ __forceinline__ void plan_rows(const Matrix& m, u8* records, u64* cou
   if (xors[threadIdx.x]) atomicAdd(counts + threadIdx.x, (u64)xors[threadIdx.x]);
 }
 
-// Records with the flag clear and set, padded to stripes, and 2 x 128 counts of XORs. All are zeros before.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-plan(const u16* words, u64 stride, u64 rows, u64 columns, u8* records, u64* counts) {
-  plan_rows<1>(Matrix{words, stride, (u32)rows, (u32)columns}, records, counts);
-}
-
-// The same of few or long rows: a block a row.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-plan_long(const u16* words, u64 stride, u64 rows, u64 columns, u8* records, u64* counts) {
-  plan_rows<WARPS>(Matrix{words, stride, (u32)rows, (u32)columns}, records, counts);
-}
-
 // ---- words, 1 ----
 
 #define EACH 0x01010101u
@@ -486,14 +474,30 @@ __device__ __forceinline__ void encode_blob(const Matrix& m, const u8* records, 
   write_entries(mine, said, at + up_to - count, (u32)blob.count, (u16*)(blob.at + blob.entries));
 }
 
-// BLOCKS of a multiprocessor: four leave 64 registers, with which the rarer kernel would spill.
-#define ENCODE(NAME, ZERO, BLOCKS)                                                                                \
-  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
-  NAME(const u16* words, u64 stride, u64 rows, u64 columns, const u8* records, const u16* said, u32* ticket,      \
-       u64* states, u8* out, u64 offsets, u64 entries, u64 bodies, u64 count, u64 table_low, u64 table_high) {    \
-    encode_blob<ZERO>(Matrix{words, stride, (u32)rows, (u32)columns}, records, said, ticket, states,              \
-                      Blob{out, offsets, entries, bodies, count, {table_low, table_high}});                       \
-  }
+// ---- kernels: of one of the two steps, and for one value of the flag ----
 
-ENCODE(encode, false, 4)
-ENCODE(encode_zero, true, 3)
+#ifdef FLAG
+
+// Four blocks leave 64 registers, with which the rarer kernel would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, FLAG ? 3 : 4)
+encode(const u16* words, u64 stride, u64 rows, u64 columns, const u8* records, const u16* said, u32* ticket,
+       u64* states, u8* out, u64 offsets, u64 entries, u64 bodies, u64 count, u64 table_low, u64 table_high) {
+  encode_blob<FLAG>(Matrix{words, stride, (u32)rows, (u32)columns}, records, said, ticket, states,
+                    Blob{out, offsets, entries, bodies, count, {table_low, table_high}});
+}
+
+#else
+
+// Records with the flag clear and set, padded to stripes, and 2 x 128 counts of XORs. All are zeros before.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+plan(const u16* words, u64 stride, u64 rows, u64 columns, u8* records, u64* counts) {
+  plan_rows<1>(Matrix{words, stride, (u32)rows, (u32)columns}, records, counts);
+}
+
+// The same of few or long rows: a block a row.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+plan_long(const u16* words, u64 stride, u64 rows, u64 columns, u8* records, u64* counts) {
+  plan_rows<WARPS>(Matrix{words, stride, (u32)rows, (u32)columns}, records, counts);
+}
+
+#endif

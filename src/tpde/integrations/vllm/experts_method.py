@@ -56,7 +56,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._report, self._plain, self._room, self._name = report, plain, room, name
         self.experts_cls = plain.experts_cls
         self._stacks: dict[str, ExpertStack] | None = None
-        self._multiplies = False
+        self._multiplies, self._prepared = False, False
 
     @property
     def is_monolithic(self) -> bool:
@@ -155,6 +155,10 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
         """The experts' outputs, weighted and added up."""
+        if self._multiplies and not self._prepared:  # as a linear layer's: see `Weight.product`
+            self._prepared = True
+            for it in self._experts():
+                it.prepare()
         if self._multiplies and self._fits(x, topk_ids):
             return self._from_windows(layer, x, topk_weights, topk_ids)
         return self._plain.apply(self._with_weights(layer, topk_ids), x, topk_weights, topk_ids, **rest)

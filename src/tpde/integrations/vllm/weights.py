@@ -59,7 +59,7 @@ def _in_windows(plain: Tensor, name: str, spare: bool) -> PackedTensor | None:
     if plain.dim() == 2:
         made = Windowed.of_plain(plain, name, MOST_SHARE, prepared=False, spare=spare)
     elif plain.dim() == 3:
-        made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False, spare=spare)
+        made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False, prepared=False, spare=spare)
     return None if made is None else PackedTensor(made)
 
 

@@ -190,6 +190,14 @@ MUTANTS = (
         "unit/test_prefix_compiling.py",
     ),
     mutant(
+        "larger-chunks-are-compiled-for-when-they-come",
+        "cuda/prefix_kernels.py",
+        "        if found != asked:\n            return found\n",
+        "",
+        "a machine's first load waits for the one tensor in a hundred with a large chunk",
+        "unit/test_prefix_compiling.py",
+    ),
+    mutant(
         "weights-of-another-scale-are-compiled-for",
         "cuda/prefix_kernels.py",
         "return drawn.astype(np.float16)",
