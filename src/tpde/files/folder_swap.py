@@ -4,7 +4,7 @@ A new folder is filled in `.NAME.xxxxxxxx.tpde-tmp/new`, beside its place. That 
 its process lives. When all is on the disk, `new` and the old folder are exchanged at once, or, where the
 system has no such call, the old one becomes `old` there, and `new` takes its place. `journal`, written
 before, says which of the old files may go: those of the model, as they were when packing began. All else is
-carried over.
+carried over: so no two may be at it, or files of the one would be carried over to the other.
 
 `_finish` is the only way out: at the end, after errors and Ctrl-C, and for what a killed process has left.
 """
@@ -20,12 +20,13 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from tpde.errors import InvalidDestination
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import folder_of
 from tpde.files.replaced_folder import Identity, below, identity_of, refuse_folder
 from tpde.io.rename import exchange, rename_new
 from tpde.io.sinks import exists_already, sync_folder, unwritable
-from tpde.io.temporary import abandoned, clear_files, create, remove
+from tpde.io.temporary import clear_files, create, left_or_living, remove, stands_for
 
 log = logging.getLogger("tpde")
 
@@ -49,20 +50,28 @@ def new_folder(destination: Path, ours: Collection[str], *, force: bool) -> Iter
     Raises
     ------
     DestinationExists, InvalidDestination
-        If something is there that may not be replaced, or the folder cannot be made.
+        If something is there that may not be replaced, or the folder cannot be made; if it is being made
+        already, or something else is in the place by the end.
     """
-    removable = refuse_folder(destination, ours, force)
     clear(destination.parent)
+    there, removable = refuse_folder(destination, ours, force)
     try:
         outer, lock = create(destination, _make_folder)
     except OSError as error:
         raise unwritable(destination, error) from error
+    new = outer / "new"
     try:
-        new = outer / "new"
+        # Of two that begin at once, each has its lock by now, and one at least finds the other's.
+        if any(stands_for(it, destination) and it != outer for it in clear(destination.parent)):
+            raise InvalidDestination(
+                f"`{destination}` is being written by another process, or by another thread of this one",
+                hint="wait until that is done, or choose another destination",
+                where=str(destination),
+            )
         new.mkdir()
         yield new
         sync_tree(new)
-        _put(outer, destination, removable, force)
+        _put(outer, destination, there, removable, force)
     except OSError as error:
         _name_destination(error, new, destination)
         raise
@@ -105,8 +114,10 @@ def sync_tree(folder: Path) -> None:
         sync_folder(it)
 
 
-def _put(outer: Path, destination: Path, removable: Mapping[str, Identity], force: bool) -> None:
-    """Put the new folder in its place. Whatever interrupts this, `_finish` sets right."""
+def _put(
+    outer: Path, destination: Path, there: int | None, removable: Mapping[str, Identity], force: bool
+) -> None:
+    """Put the new folder in its place, if what was `there` still is. `_finish` sets right what is cut off."""
     new = outer / "new"
     try:
         rename_new(new, destination)
@@ -114,6 +125,12 @@ def _put(outer: Path, destination: Path, removable: Mapping[str, Identity], forc
         if not force:
             raise exists_already(destination) from None
         old = os.lstat(destination)
+        if old.st_ino != there:  # of which nobody has looked at what may go
+            raise InvalidDestination(
+                f"something else has been put in the place of `{destination}` while this was made",
+                hint="look at what is there now, and do it again if that may go",
+                where=str(destination),
+            ) from None
         if stat.S_ISDIR(old.st_mode):
             _adopt(destination, new, removable)
         sync_folder(destination.parent)  # or the old folder would be moved into one that may be lost
@@ -157,12 +174,19 @@ def _write_journal(outer: Path, value: Mapping[str, object]) -> None:
     sync_folder(outer)
 
 
-def clear(folder: Path) -> None:
-    """Remove what killed processes left in a folder, and finish or undo what they were replacing."""
+def clear(folder: Path) -> list[Path]:
+    """Remove what killed processes left in a folder, and finish or undo what they were replacing.
+
+    Returns what other processes, or other threads of this one, are making there.
+    """
     clear_files(folder)
-    for path in abandoned(folder):
-        if path.is_dir():
+    living = []
+    for path, left in left_or_living(folder):
+        if left is False:
+            living.append(path)
+        elif left and path.is_dir():
             _finish(path)
+    return living
 
 
 def _finish(outer: Path) -> None:

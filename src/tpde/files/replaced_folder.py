@@ -15,8 +15,10 @@ Identity = list[int]
 """Inode, size, time of change in nanoseconds and kind of a file: the same if nobody has touched it."""
 
 
-def refuse_folder(destination: Path, ours: Collection[str], force: bool) -> dict[str, Identity]:
-    """Refuse a destination for a folder; returns what is there and may be removed.
+def refuse_folder(
+    destination: Path, ours: Collection[str], force: bool
+) -> tuple[int | None, dict[str, Identity]]:
+    """Refuse a destination for a folder; returns the inode of what is there, and what of it may be removed.
 
     Raises
     ------
@@ -33,12 +35,12 @@ def refuse_folder(destination: Path, ours: Collection[str], force: bool) -> dict
             where=str(destination),
         )
     try:
-        mode = os.lstat(destination).st_mode
+        there = os.lstat(destination)
     except FileNotFoundError:
-        return {}
+        return None, {}
     except OSError as error:
         raise unwritable(destination, error) from error
-    removable: dict[str, Identity] = {}
+    mode, removable = there.st_mode, dict[str, Identity]()
     if stat.S_ISDIR(mode):
         removable = _removable(destination, set(ours))
     elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
@@ -49,7 +51,7 @@ def refuse_folder(destination: Path, ours: Collection[str], force: bool) -> dict
         )
     if not force:
         raise exists_already(destination)
-    return removable
+    return there.st_ino, removable
 
 
 def _removable(folder: Path, ours: Collection[str]) -> dict[str, Identity]:

@@ -21,9 +21,19 @@ _MAX_TRIES = 100  # where others remove what has just been made, or a file syste
 
 def temporary_name(path: Path) -> Path:
     """A hidden name beside a path, which nothing has."""
-    ending = f".{secrets.token_hex(4)}{_ENDING}"
-    stem = os.fsencode(path.name)[: _MAX_NAME - len(ending) - 1]
-    return path.with_name(f".{stem.decode('utf-8', 'ignore')}{ending}")
+    return path.with_name(f"{_start(path)}{secrets.token_hex(4)}{_ENDING}")
+
+
+def _start(path: Path) -> str:
+    """What temporary names for a path begin with."""
+    stem = os.fsencode(path.name)[: _MAX_NAME - len(f"..01234567{_ENDING}")]
+    return f".{stem.decode('utf-8', 'ignore')}."
+
+
+def stands_for(temporary: Path, path: Path) -> bool:
+    """Whether something with a temporary name is made for a path's place."""
+    start = _start(path)
+    return temporary.name.startswith(start) and len(temporary.name) == len(f"{start}01234567{_ENDING}")
 
 
 def create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
@@ -86,10 +96,11 @@ def _is(descriptor: int, path: Path) -> bool:
         return False
 
 
-def abandoned(folder: Path) -> Iterator[Path]:
-    """What killed processes of this user left in a folder, each locked while it is looked at.
+def left_or_living(folder: Path) -> Iterator[tuple[Path, bool | None]]:
+    """What processes of this user are making in a folder, or left there when they were killed.
 
-    What is not ours by name, or whose process lives, or that cannot be locked, is not among them.
+    With each whether it was left, and then it is locked while it is looked at; None where nothing can be
+    locked. What is not ours by name is not among them.
     """
     try:
         with os.scandir(folder) as entries:
@@ -105,10 +116,18 @@ def abandoned(folder: Path) -> Iterator[Path]:
             how = (os.O_RDWR if is_file else os.O_RDONLY | os.O_DIRECTORY) | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, how)
             try:
-                if _lock(descriptor) and _is(descriptor, path):
-                    yield path
+                left = _lock(descriptor)
+                if _is(descriptor, path):
+                    yield path, left
             finally:
                 os.close(descriptor)
+
+
+def abandoned(folder: Path) -> Iterator[Path]:
+    """What killed processes of this user left in a folder, each locked while it is looked at."""
+    for path, left in left_or_living(folder):
+        if left:
+            yield path
 
 
 def remove(path: Path) -> None:

@@ -114,8 +114,8 @@ MUTANTS = (
     mutant(
         "others-temporary-files-are-removed",
         "io/temporary.py",
-        "                if _lock(descriptor) and _is(descriptor, path):",
-        "                if _is(descriptor, path):",
+        "                left = _lock(descriptor)\n",
+        "                left = True\n",
         "a pack removes what another one is writing",
         "integration/replacing/test_temporary_files.py",
     ),

@@ -46,6 +46,22 @@ MUTANTS = (
         "integration/replacing/test_replacing.py",
     ),
     mutant(
+        "two-write-one-folder",
+        "files/folder_swap.py",
+        "        if any(stands_for(it, destination) and it != outer for it in clear(destination.parent)):\n",
+        "        if False:\n",
+        "two packs into one folder mix their shards, or both do their work for one of them",
+        "integration/replacing/test_two_at_once.py",
+    ),
+    mutant(
+        "what-another-run-put-there-is-carried-over",
+        "files/folder_swap.py",
+        "        if old.st_ino != there:",
+        "        if False:",
+        "where files cannot be locked, two packs into one folder mix their shards",
+        "integration/replacing/test_two_at_once.py",
+    ),
+    mutant(
         "something-else-is-replaced",
         "files/replaced_folder.py",
         "            elif name in ours or (kind == stat.S_IFREG and",
