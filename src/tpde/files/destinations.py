@@ -7,9 +7,10 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tpde.errors import InvalidDestination, TpdeError
+from tpde.errors import InvalidDestination, InvalidInput, TpdeError
 from tpde.files.manifest import read_manifest
 from tpde.format.constants import MANIFEST
+from tpde.io.temporary import is_temporary
 
 
 def refuse_nested(source: Path, destination: Path) -> None:
@@ -27,6 +28,7 @@ def refuse_nested(source: Path, destination: Path) -> None:
             hint="choose a destination beside it",
         )
     _refuse_linked(destination, source)
+    _refuse_temporary(destination, source)
     refuse_inside_packed(destination)
 
 
@@ -52,17 +54,20 @@ def refuse_inside_packed(destination: Path) -> None:
 
 
 def refuse_sources(destination: Path, *sources: str | os.PathLike[str]) -> None:
-    """Refuse a destination that is a source, or has what a link in a source leads to.
+    """Refuse a destination that is a source, or has what a link in a source leads to; or a source to go.
 
     Raises
     ------
     InvalidDestination
         If it does.
+    InvalidInput
+        If the source has a temporary name beside the destination, where such files are removed.
     """
     one = "the source itself, which is" if len(sources) == 1 else "one of the sources, which are"
     for source in map(Path, sources):
         _refuse_same(destination, source, one)
         _refuse_linked(destination, source)
+        _refuse_temporary(destination, source)
 
 
 def _refuse_same(destination: Path, source: Path, one: str) -> None:
@@ -82,6 +87,19 @@ def _refuse_linked(destination: Path, source: Path) -> None:
                 hint=f"choose another destination, such as `{_beside(destination)}`",
                 where=str(destination),
             )
+
+
+def _refuse_temporary(destination: Path, source: Path) -> None:
+    """Refuse a source that would be removed as what a killed process has left."""
+    folder = _followed(destination.parent)
+    for path in (_unfollowed(source), _followed(source)):
+        for it in (path, *path.parents):
+            if it.parent == folder and is_temporary(it.name):
+                raise InvalidInput(
+                    f"`{it}` has the name of a temporary file of tpde, which writing beside it removes",
+                    hint="rename it first",
+                    where=str(source),
+                )
 
 
 def _links(folder: Path) -> Iterator[tuple[Path, Path]]:

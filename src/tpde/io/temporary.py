@@ -30,6 +30,11 @@ def _start(path: Path) -> str:
     return f".{stem.decode('utf-8', 'ignore')}."
 
 
+def is_temporary(name: str) -> bool:
+    """Whether this is a temporary name, which no file of others should have."""
+    return _NAME.fullmatch(name) is not None
+
+
 def stands_for(temporary: Path, path: Path) -> bool:
     """Whether something with a temporary name is made for a path's place."""
     start = _start(path)
@@ -104,7 +109,7 @@ def left_or_living(folder: Path) -> Iterator[tuple[Path, bool | None]]:
     """
     try:
         with os.scandir(folder) as entries:
-            found = sorted(it.name for it in entries if _NAME.fullmatch(it.name))
+            found = sorted(it.name for it in entries if is_temporary(it.name))
     except OSError:  # a folder that may be written, but not listed
         return
     for path in (folder / name for name in found):
@@ -152,7 +157,12 @@ def discard(path: Path, descriptor: int, owner: int) -> None:
 
 
 def clear_files(folder: Path) -> None:
-    """Remove the files that killed processes left in a folder."""
+    """Remove the files that killed processes left in a folder.
+
+    In one that is being made itself there are none, and whoever fills it may have files of such names.
+    """
+    if any(is_temporary(name) for name in folder.parts):
+        return
     for path in abandoned(folder):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.changes import content
 from support.contents import fill, spec_of
 from support.folders import names, visible
 
+from tpde import diff
+from tpde.errors import InvalidInput
 from tpde.files import folder_swap
 from tpde.files.file_writer import FileWriter
-from tpde.files.operations import pack
+from tpde.files.operations import pack, unpack, verify
 from tpde.io import temporary
 from tpde.io.sinks import FileSink
 
@@ -116,6 +120,46 @@ def test_what_others_are_writing_is_not_removed(model: Path, tmp_path: Path) -> 
     other.commit()
     assert (out / "x").read_bytes() == b"theirs"
     assert visible(out) == sorted([*names_of_others, ".l.01234567.tpde-tmp", "x", "y", "z"])
+
+
+STRAY = ".x.01234567.tpde-tmp"
+
+
+def test_files_of_a_model_with_temporary_names_survive(model: Path, tmp_path: Path) -> None:
+    """Beside weights, which are files of their own: writing one removes nothing in a folder being made."""
+    (model / "sub").mkdir()
+    for name in (STRAY, f"sub/{STRAY}"):
+        (model / name).write_text(name)
+    for name in ("model.safetensors", "other.safetensors"):
+        shutil.copy(model / "model.safetensors", model / "sub" / name)
+    packed, back = tmp_path / "packed", tmp_path / "back"
+    pack(model, packed)
+    assert verify(packed, against=model) == []
+    unpack(packed, back)
+    assert content(back) == content(model)
+    (packed / "tpde_manifest.json").unlink()  # as if it had been saved again
+    unpack(packed, tmp_path / "again")
+    assert content(tmp_path / "again").keys() == content(model).keys()
+
+
+@pytest.mark.parametrize("source", [STRAY, f"{STRAY}/model", "link"])
+def test_a_source_with_a_temporary_name_beside_the_destination_is_refused(
+    source: str, model: Path, tmp_path: Path
+) -> None:
+    """It would be removed as what a killed process left, before anything is read of it."""
+    (tmp_path / "link").symlink_to(STRAY)
+    if "/" in source:
+        (tmp_path / STRAY).mkdir()
+    model.rename(tmp_path / source if source != "link" else tmp_path / STRAY)
+    weights = tmp_path / source / "model.safetensors"
+    for path in (tmp_path / source, weights):
+        with pytest.raises(InvalidInput, match=rf"{STRAY}` has the name of a temporary file .*; rename it"):
+            pack(path, tmp_path / "packed")
+    with pytest.raises(InvalidInput, match=r"rename it first"):
+        diff(weights, weights, tmp_path / "delta")
+    assert weights.is_file()
+    (tmp_path / "out").mkdir()
+    pack(tmp_path / source, tmp_path / "out" / "packed")  # elsewhere nothing removes it
 
 
 def test_a_temporary_name_fits(tmp_path: Path) -> None:

@@ -62,6 +62,22 @@ MUTANTS = (
         "integration/replacing/test_two_at_once.py",
     ),
     mutant(
+        "files-of-models-are-cleared",
+        "io/temporary.py",
+        "    if any(is_temporary(name) for name in folder.parts):\n        return\n",
+        "",
+        "a model's file that has a temporary name is removed when weights are unpacked beside it",
+        "integration/replacing/test_temporary_files.py",
+    ),
+    mutant(
+        "sources-are-cleared",
+        "files/destinations.py",
+        "            if it.parent == folder and is_temporary(it.name):\n",
+        "            if it == folder:\n",
+        "a source that has a temporary name is removed before it is packed",
+        "integration/replacing/test_temporary_files.py",
+    ),
+    mutant(
         "something-else-is-replaced",
         "files/replaced_folder.py",
         "            elif name in ours or (kind == stat.S_IFREG and",
