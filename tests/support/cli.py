@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +29,17 @@ class Outcome:
         assert re.fullmatch(f"error: .*{error}.*", lines[0]), lines[0]
         assert re.fullmatch(f"hint: .*{hint}.*", lines[1]), lines[1]
         assert self.out == ""
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Let signals do to this process afterwards what they did before a command line ran in it."""
+    before = {it: signal.getsignal(it) for it in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

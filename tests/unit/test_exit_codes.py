@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from support.cli import signals_kept
 
 from tpde import errors
 from tpde.cli import common
@@ -166,16 +168,12 @@ def test_output_is_dropped_where_nobody_reads_it(tmp_path: Path) -> None:
 def test_the_process_ends_with_a_number(
     args: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["tpde", *args])
-    try:
+    with signals_kept():
         with pytest.raises(SystemExit) as ended:
             cli_main()
         assert signal.getsignal(signal.SIGTERM) is not before
-    finally:
-        signal.signal(signal.SIGTERM, before)
     assert ended.value.code in ((code, 0) if not args or args == ["bench"] else (code,))
     out, err = capsys.readouterr()
     if args == ["no-such"]:
@@ -185,19 +183,13 @@ def test_the_process_ends_with_a_number(
 
 
 def test_an_interrupt_before_a_command_begins_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
     class Interrupted(list[str]):
         """Arguments during whose reading Ctrl-C is pressed."""
 
         def __getitem__(self, which: Any) -> Any:
             raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", Interrupted(["tpde", "doctor"]))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            cli_main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with signals_kept(), pytest.raises(SystemExit) as ended:
+        cli_main()
     assert ended.value.code == common.INTERRUPTED

@@ -59,12 +59,19 @@ def _terminated(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def _end_when_told() -> None:
+    """Let termination end this process, and a terminal that is closed, unless that is to be ignored."""
+    signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under `nohup`
+        signal.signal(signal.SIGHUP, _terminated)
+
+
 def main() -> None:
     """Run the command that the process's arguments name, and exit."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # names that the locale cannot write are escaped
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    signal.signal(signal.SIGTERM, _terminated)
+    _end_when_told()
     try:
         code = app(prog_name="tpde", standalone_mode=False)
         if sys.stdout is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-from support.cli import Outcome, Run, weights
+from support.cli import Outcome, Run, signals_kept, weights
 
 from tpde.cli import main
 
@@ -18,7 +17,6 @@ from tpde.cli import main
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run the command line in this process."""
-    before = signal.getsignal(signal.SIGTERM)
 
     def call(*args: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["tpde", *map(str, args)])
@@ -26,8 +24,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             main()
         return Outcome(int(ended.value.code or 0), *capsys.readouterr())
 
-    yield call
-    signal.signal(signal.SIGTERM, before)
+    with signals_kept():
+        yield call
 
 
 @pytest.fixture

@@ -54,11 +54,19 @@ def test_interrupt_leaves_nothing(command: str, what: str, plain: Path, model: P
     assert names(tmp_path) == before
 
 
-def test_termination_leaves_nothing(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_leaves_nothing(what: int, plain: Path, tmp_path: Path) -> None:
     before = names(tmp_path)
-    done = process("pack", plain, tmp_path / "t", code=INTERRUPT.format(signal="signal.SIGTERM"))
-    assert done.returncode == 128 + signal.SIGTERM
+    done = process("pack", plain, tmp_path / "t", code=INTERRUPT.format(signal=what))
+    assert done.returncode == 128 + what
     assert names(tmp_path) == before
+
+
+def test_what_ignores_a_closed_terminal_goes_on(plain: Path, tmp_path: Path) -> None:
+    code = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)" + INTERRUPT  # as `nohup` does
+    done = process("pack", plain, tmp_path / "t", code=code.format(signal="signal.SIGHUP"))
+    assert done.returncode == 0
+    assert (tmp_path / "t").is_file()
 
 
 # ---- streams

@@ -101,9 +101,17 @@ MUTANTS = (
     mutant(
         "termination-leaves-files",
         "cli/__init__.py",
-        "    signal.signal(signal.SIGTERM, _terminated)\n",
-        "",
+        "    signal.signal(signal.SIGTERM, _terminated)\n    if",
+        "    if",
         "SIGTERM leaves a temporary file",
+        _PROCESSES,
+    ),
+    mutant(
+        "closed-terminals-end-what-ignores-them",
+        "cli/__init__.py",
+        "    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:",
+        "    if True:",
+        "`nohup tpde pack` ends with its terminal",
         _PROCESSES,
     ),
     mutant(
