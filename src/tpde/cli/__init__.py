@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import signal
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +37,8 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
+_PAUSE = 0.01  # seconds until a process that could not be terminated is told again
+
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has click's, but not always from click
 
 
@@ -54,9 +59,31 @@ def _options(
     pass
 
 
+class _Terminated(SystemExit):
+    """A signal that ends this process as an exception would, so that temporary files go."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
 def _terminated(number: int, frame: object) -> None:
-    """Leave as an exception would, so that temporary files go."""
-    sys.exit(128 + number)
+    sys.unraisablehook = _swallowed
+    raise _Terminated(number)
+
+
+def _swallowed(found: Any) -> None:
+    """Try again when Python has ignored it, as it ignores all that is raised in a finalizer."""
+    if isinstance(found.exc_value, _Terminated):
+        # Not here, which is in the finalizer; and by no `Thread`, whose locks it may have come upon.
+        _thread.start_new_thread(_again, (found.exc_value.number,))
+    else:
+        sys.__unraisablehook__(found)
+
+
+def _again(number: int) -> None:
+    time.sleep(_PAUSE)
+    os.kill(os.getpid(), number)
 
 
 def _end_when_told() -> None:

@@ -62,6 +62,38 @@ def test_termination_leaves_nothing(what: int, plain: Path, tmp_path: Path) -> N
     assert names(tmp_path) == before
 
 
+FINALIZED = """
+import os, signal, sys, time
+from tpde.io.sinks import FileSink
+ended = 3
+
+class Ending:
+    def __del__(self):
+        global ended
+        ended -= 1
+        if ended == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+def finalizing(self):  # in the main thread, which signals come to
+    while ended:
+        Ending()
+    time.sleep(10)
+
+FileSink.commit = finalizing
+from tpde.cli import main
+main()
+"""
+
+
+def test_termination_in_finalizers_comes_again(plain: Path, tmp_path: Path) -> None:
+    """Python ignores what is raised there; here, the second time too."""
+    before = names(tmp_path)
+    done = process("pack", plain, tmp_path / "t", code=FINALIZED)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert names(tmp_path) == before
+
+
 def test_what_ignores_a_closed_terminal_goes_on(plain: Path, tmp_path: Path) -> None:
     code = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)" + INTERRUPT  # as `nohup` does
     done = process("pack", plain, tmp_path / "t", code=code.format(signal="signal.SIGHUP"))

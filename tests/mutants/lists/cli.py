@@ -115,6 +115,14 @@ MUTANTS = (
         _PROCESSES,
     ),
     mutant(
+        "termination-in-finalizers-is-ignored",
+        "cli/__init__.py",
+        "    sys.unraisablehook = _swallowed\n",
+        "",
+        "a process that is terminated while a finalizer runs goes on",
+        _PROCESSES,
+    ),
+    mutant(
         "usage-errors-are-success",
         "cli/__init__.py",
         "    except _UsageError as error:\n        code = _usage(error)\n",
