@@ -158,6 +158,10 @@ class NotSafetensors(InvalidInput):
     """The source is not a safetensors file."""
 
 
+class NotJson(InvalidInput):
+    """A file that should be JSON holds none, or too much of it: mend it, or fetch it again."""
+
+
 class AlreadyPacked(InvalidInput):
     """The source is packed already."""
 

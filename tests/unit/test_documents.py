@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, NotJson
 from tpde.files.documents import (
-    NotJson,
     is_inside,
     is_text,
     json_object,

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from tpde.errors import InvalidInput
+from tpde.errors import NotJson
 from tpde.io.sources import open_regular
 
 MAX_JSON_BYTES = 64 << 20  # the index of a model of a trillion weights, in 384 experts a block, has 18 MB
@@ -36,10 +36,6 @@ def is_inside(name: object, *, everywhere: bool = False) -> bool:
     if any(len(part.encode()) > MAX_NAME for part in path.parts) or set(refused) & set(name):
         return False
     return path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
-
-
-class NotJson(InvalidInput):
-    """A file that can be read holds no JSON, or too much of it."""
 
 
 def read_document(path: Path) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from tpde.errors import Corrupt, NotPacked, TpdeError, UnsupportedVersion, printable
-from tpde.files.documents import NotJson, is_inside, is_text, parse_json, read_document
+from tpde.errors import Corrupt, NotJson, NotPacked, TpdeError, UnsupportedVersion, printable
+from tpde.files.documents import is_inside, is_text, parse_json, read_document
 from tpde.files.file_kinds import SAFETENSORS, may_change
 from tpde.files.packed_state import packing_configs
 from tpde.files.reader import PackedFile

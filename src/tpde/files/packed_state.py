@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from tpde.errors import AlreadyPacked, InvalidInput
-from tpde.files.documents import NotJson, json_object
+from tpde.errors import AlreadyPacked, InvalidInput, NotJson
+from tpde.files.documents import json_object
 from tpde.files.file_kinds import SAFETENSORS, is_config
 from tpde.files.reader import PackedFile
 from tpde.files.walk import FolderTree

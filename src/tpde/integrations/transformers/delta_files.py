@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpde.errors import InvalidInput
-from tpde.files.documents import NotJson, parse_object
+from tpde.errors import InvalidInput, NotJson
+from tpde.files.documents import parse_object
 from tpde.format.delta_head import OtherEntry
 from tpde.integrations.transformers.internals import tied_weights
 from tpde.integrations.transformers.weight_map import WeightMap, WeightSource
