@@ -46,6 +46,18 @@ def test_weights_smaller_than_asked_for_stay_plain() -> None:
         assert [name for name, _ in packed_modules(model)] == expected
 
 
+def test_how_many_parameters_are_no_longer_trained_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.requires_grad_(False)
+    with caplog.at_level("INFO", "tpde"):
+        pack_module(model, min_bytes=0)
+        assert caplog.messages == ["packed parameters of the Sequential that are no longer trained: 2"]
+        caplog.clear()
+        pack_module(model, min_bytes=0)
+        pack_module(nn.Linear(64, 64).requires_grad_(False), min_bytes=0)
+        assert caplog.messages == []
+
+
 def test_what_is_left_plain() -> None:
     assert not supports(nn.LayerNorm(64), "weight")
     assert not supports(nn.Linear(8, 8), "bias")

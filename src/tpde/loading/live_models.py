@@ -22,7 +22,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     model is frozen and the rest is not, as with adapters, only what is frozen is packed: packed weights
     cannot be trained.
 
-    If nothing is packed, the logger `tpde` warns and says why.
+    If nothing is packed, the logger `tpde` warns and says why. At level `INFO` it tells how many parameters
+    are no longer trained.
 
     `save_pretrained` of a model of transformers then writes a packed directory, as of one that was loaded
     packed.

@@ -86,7 +86,7 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
                 places.setdefault(id(parameter), []).append((full, parameter, cannot))
-    work, plain = [], Counter[str]()
+    work, plain, frozen = [], Counter[str](), 0
     for uses in places.values():
         cannot = next((it for _, _, it in uses if it is not None), None)
         why = _kept(uses[0][1], cannot, min_bytes, sizes[True] < sizes[False])
@@ -98,6 +98,7 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
         if packed is not None:
             made = PackedParameter(packed, uses[0][1].requires_grad)
+            frozen += uses[0][1].requires_grad
             for full, _, _ in uses:
                 replace_parameter(model, full, made)
         else:
@@ -107,6 +108,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
         what = ", ".join(f"{why} ({count})" for why, count in plain.most_common())
         what = f"its parameters are {what}" if what else "it has no parameters"
         log.warning("nothing of the %s was packed: %s", type(model).__name__, what)
+    if frozen:
+        log.info("packed parameters of the %s that are no longer trained: %d", type(model).__name__, frozen)
     return finish(model)
 
 

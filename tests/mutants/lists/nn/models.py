@@ -30,6 +30,14 @@ MUTANTS = (
         "nn/test_block_forwards.py",
     ),
     mutant(
+        "frozen-weights-are-told-as-frozen",
+        "nn/pack_model.py",
+        "            frozen += uses[0][1].requires_grad\n",
+        "            frozen += 1\n",
+        "weights that were never trained are told of as no longer trained",
+        "nn/test_pack_module.py",
+    ),
+    mutant(
         "embeddings-that-are-renormalized",
         "nn/replace.py",
         "return module.max_norm is None and not module.sparse",
