@@ -20,7 +20,7 @@ from tpde.format.container import TensorSpec
 from tpde.frameworks import to_numpy, to_torch
 
 Framework = Literal["pt", "torch", "np", "numpy"]
-Index = int | slice | EllipsisType
+Index = int | np.integer[Any] | slice | EllipsisType
 
 
 def _convert(data: Bytes, spec: TensorSpec, framework: str) -> Any:
@@ -206,16 +206,24 @@ def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list
     result: list[int | slice] = []
     for part, size in zip(full, shape, strict=True):
         if isinstance(part, slice):
-            start, stop, step = part.indices(size)
+            try:
+                start, stop, step = part.indices(size)
+            except (TypeError, ValueError) as error:
+                raise InvalidIndex(
+                    f"`{part}` cannot be sliced by: {error}",
+                    hint="bounds are integers, and steps start at 1",
+                    found=part,
+                ) from None
             if step < 1:
                 raise InvalidIndex(f"a step of {step}", hint="steps start at 1", found=step, needed=1)
-            result.append(slice(start, max(stop, start), step))
-        elif isinstance(part, int) and not isinstance(part, bool):
+            # A longer step takes no more than the first, and PyTorch none of more than 64 bits.
+            result.append(slice(start, max(stop, start), min(step, max(size, 1))))
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
             if not -size <= part < size:
                 raise InvalidIndex(
                     f"index {part} is out of range for a dimension of {size}", found=part, needed=size
                 )
-            result.append(part % size)
+            result.append(int(part) % size)
         else:
             raise InvalidIndex(
                 f"an index of type {type(part).__name__}", hint="use integers, slices and `...`", found=part

@@ -13,7 +13,7 @@ from support.files import pack_bytes, safetensors_bytes
 
 import tpde
 from tpde.access import TensorSlice
-from tpde.errors import UnsupportedDtype
+from tpde.errors import InvalidIndex, UnsupportedDtype
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes
@@ -57,7 +57,9 @@ def test_slices_of_torch_have_the_same_bits(dtype: str, index: Any) -> None:
     assert torch_bytes(found).tobytes() == needed.tobytes()
 
 
-@pytest.mark.parametrize("index", [(0, 0, 0, 0), (..., ...), 6, -7, (0, 5), (0, 0, 400)])
+@pytest.mark.parametrize(
+    "index", [(0, 0, 0, 0), (..., ...), 6, -7, (0, 5), (0, 0, 400), np.int8(-7), 1 << 70]
+)
 def test_indices_that_are_none_are_refused_as_numpy_refuses_them(index: Any) -> None:
     with tpde.safe_open(FILE, framework="np") as opened, pytest.raises(IndexError):
         opened.get_slice("BF16")[index]
@@ -69,7 +71,38 @@ def test_steps_backwards_are_refused(index: Any) -> None:
         opened.get_slice("BF16")[index]
 
 
-@pytest.mark.parametrize("index", [True, None, 1.0, "0", [0], (0, None)])
+@pytest.mark.parametrize(
+    "part", [slice(None, None, 0), slice("0"), slice(1.0), slice(None, None, 1.5), slice(0, [1])]
+)
+def test_slices_that_are_none_are_refused(part: Any) -> None:
+    """Python's and NumPy's errors say neither of what they speak, nor what can be taken."""
+    with tpde.safe_open(FILE, framework="np") as opened:
+        for index in (part, (0, part)):
+            with pytest.raises(InvalidIndex, match=r"slice\(.*cannot be sliced by: .*steps start at 1"):
+                opened.get_slice("BF16")[index]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        np.int64(-1),
+        (np.uint8(2), np.int32(-3)),
+        (..., np.uint64(7)),
+        slice(np.int64(1), np.uint8(4), np.int16(2)),
+        slice(-(1 << 70), 1 << 70, 1 << 70),
+        (slice(True), 1),
+    ],
+)
+def test_integers_of_numpy_and_beyond_64_bits_are_taken_as_numpy_takes_them(index: Any) -> None:
+    for framework in ("np", "pt"):
+        with tpde.safe_open(FILE, framework=framework) as opened:
+            found = opened.get_slice("I64")[index]
+        needed = by_numpy("I64")[index]
+        assert tuple(found.shape) == needed.shape
+        assert np.asarray(found).tobytes() == needed.tobytes()
+
+
+@pytest.mark.parametrize("index", [True, np.True_, None, 1.0, "0", [0], (0, None)])
 def test_indices_of_other_kinds_are_refused(index: Any) -> None:
     with tpde.safe_open(FILE, framework="np") as opened, pytest.raises(IndexError, match="an index of type"):
         opened.get_slice("BF16")[index]

@@ -36,8 +36,8 @@ MUTANTS = (
     mutant(
         "negative-indexes-count-from-the-start",
         "access.py",
-        "            result.append(part % size)\n",
-        "            result.append(abs(part) % size)\n",
+        "            result.append(int(part) % size)\n",
+        "            result.append(abs(int(part)) % size)\n",
         "`[-1]` is another row",
         _SLICES,
     ),
@@ -72,6 +72,14 @@ MUTANTS = (
         "    def __exit__(self, *exc: Any) -> None:\n        pass\n",
         "`with safe_open` leaves the file open",
         _SAFE_OPEN,
+    ),
+    mutant(
+        "steps-of-any-size",
+        "access.py",
+        "min(step, max(size, 1))))",
+        "step))",
+        "PyTorch fails at a step of more than 64 bits",
+        "unit/test_slices.py",
     ),
     mutant(
         "an-open-file-is-pickled",
