@@ -15,7 +15,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
-from tpde.files.packed_header import given_metadata
+from tpde.files.packed_header import given_metadata, is_own_key
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.io.sinks import BytesSink
@@ -156,7 +156,8 @@ def save_model(
     """Pack the state dict of a model into a file, as `safetensors.torch.save_model` saves it plain.
 
     Of names that share one tensor, such as tied weights, the file holds the first in alphabetical order; its
-    metadata says of each other one which that is.
+    metadata says of each other one which that is, but for `tpde` and what begins with `tpde.`: such keys are
+    the format's own, and `load_model` needs none.
 
     Parameters
     ----------
@@ -188,7 +189,8 @@ def save_model(
         tensor = state[name]
         other = first.setdefault(_identity(tensor), name)
         if tensor.numel() and other != name:
-            said.setdefault(name, other)
+            if not is_own_key(name):
+                said.setdefault(name, other)
         else:
             if tensor.is_conj() or tensor.is_neg():  # it may be there as it lies in memory, too
                 tensor = tensor.resolve_conj().resolve_neg()

@@ -312,6 +312,20 @@ def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
     assert _bits(wider) == before, "nothing of it was loaded"
 
 
+def test_tied_tensors_with_names_that_metadata_may_not_have_are_saved(tmp_path: Path) -> None:
+    model, other = (
+        torch.nn.ModuleDict({it: torch.nn.Linear(9, 9) for it in ("embed", "tpde", "tpdes")})
+        for _ in range(2)
+    )
+    for it in (model, other):
+        it["tpde"].weight = it["tpdes"].weight = it["embed"].weight
+    tpde.torch.save_model(model, tmp_path / "x")
+    with tpde.safe_open(tmp_path / "x") as file:
+        assert (len(file.keys()), file.metadata()) == (4, {"tpdes.weight": "embed.weight"})
+    assert tpde.torch.load_model(other, tmp_path / "x") == (set(), [])
+    assert _bits(other) == _bits(model)
+
+
 def test_tensors_of_models_that_are_not_contiguous(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="`turned` is not contiguous"):
         tpde.torch.save_model(Tied(), tmp_path / "x", force_contiguous=False)

@@ -30,13 +30,18 @@ def given_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str] | No
         If it has a key of the format's own (format.md 1.3).
     """
     for key in metadata if isinstance(metadata, Mapping) else ():
-        if isinstance(key, str) and (key == KEY_VERSION or key.startswith(f"{KEY_VERSION}.")):
+        if isinstance(key, str) and is_own_key(key):
             raise InvalidArgument(
                 f"the metadata has the key `{key}`, one of the format's own",
                 hint=f"take a key that is not `{KEY_VERSION}`, nor begins with `{KEY_VERSION}.`",
                 where=key,
             )
     return metadata
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a key of metadata is one of the format's own (format.md 1.3)."""
+    return key == KEY_VERSION or key.startswith(f"{KEY_VERSION}.")
 
 
 def checked_metadata(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:

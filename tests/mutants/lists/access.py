@@ -90,6 +90,14 @@ MUTANTS = (
         _SAFE_OPEN,
     ),
     mutant(
+        "tied-tensors-take-the-formats-keys",
+        "torch.py",
+        "            if not is_own_key(name):\n                said",
+        "            if name:\n                said",
+        "a model whose tied weights are called `tpde` cannot be saved",
+        _TORCH_FILES,
+    ),
+    mutant(
         "tensors-share-memory",
         "torch.py",
         "other_at < at + size:",
