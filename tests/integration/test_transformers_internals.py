@@ -36,6 +36,7 @@ ARGUMENTS = {
     "integrations.moe.use_experts_implementation": ["experts_class"],
     "quantizers.base.HfQuantizer.remove_quantization_config": ["self", "model"],
     "._from_config": ["config"],
+    ".save_pretrained": ["save_directory", "is_main_process", "state_dict"],
     "._get_dtype_plan": ["dtype"],
 }
 
@@ -95,6 +96,34 @@ def test_they_do_what_they_are_used_for(model: Any) -> None:
     assert internals.tied_weights(model) is model.all_tied_weights_keys
 
 
+def test_what_save_pretrained_is_given_is_a_local_variable_of_what_asks_for_the_state(
+    model: Any, tmp_path: Path
+) -> None:
+    """A quantizer is called by a function of that name itself: no other one lies in between."""
+    found: list[Any] = []
+
+    class Asked(transformers.quantizers.HfQuantizer):
+        def __init__(self) -> None:
+            pass
+
+        def is_serializable(self) -> bool:
+            return True
+
+        is_trainable = True
+
+        def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+            found.append(internals.given_state())
+            return {}, {}
+
+    given = dict(model.state_dict())
+    model.hf_quantizer = Asked()
+    try:
+        model.save_pretrained(tmp_path, state_dict=given)
+    finally:
+        del model.hf_quantizer
+    assert found[0] is given, f"transformers {transformers.__version__} asks for a state in another way"
+
+
 def test_experts_say_what_is_between_their_products(model: Any) -> None:
     module = model.model.layers[0].mlp.experts
     assert arguments_of(type(module)) == ("hidden_states", "top_k_index", "top_k_weights")
@@ -104,7 +133,7 @@ def test_experts_say_what_is_between_their_products(model: Any) -> None:
 
 
 def test_nothing_else_is_used() -> None:
-    names = {it.name[1:] for it in RELIED_ON if it.name[0] in ".:"} - {"tie_weights"}
+    names = {it.name[1:] for it in RELIED_ON if it.name[0] in ".:"} - {"save_pretrained", "tie_weights"}
     private = "|".join({*names, "_is_hf_initialized", "_is_quantized"})
     used = re.compile(rf"transformers\.(core_model|conversion_map)|[.\"]({private})\b")
     for path in (ROOT / "src/tpde/integrations/transformers").glob("*.py"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +12,6 @@ from tpde.errors import PackedWeight
 from tpde.nn import PackedParameter
 
 _NAMED = 3  # tensors in an error
-
-
-def given_state() -> Mapping[str, Any] | None:
-    """The state that `save_pretrained` was given, for the function that it calls and that calls this.
-
-    transformers asks a quantized model's quantizer for its state, tells it of no other, and forgets that: an
-    average of weights would be saved as the model's own. So it is looked up where it is a local variable.
-    """
-    asks = sys._getframe(2)
-    return asks.f_locals.get("state_dict") if asks.f_code.co_name == "save_pretrained" else None
 
 
 def refuse_others(model: Any, given: Mapping[str, Any]) -> None:

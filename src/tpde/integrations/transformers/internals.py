@@ -9,7 +9,8 @@ the version that is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ RELIED_ON = (
     Reliance("._get_dtype_plan", "5.1", "weights that a model keeps in another dtype"),
     Reliance("._keys_to_ignore_on_load_unexpected", "5.9", "loading: the list was no set before"),
     Reliance("._weight_conversions", "5.0", "`save_pretrained` of packed and unpacked models"),
+    Reliance(".save_pretrained", "5.13", "telling that it is given weights that are not the model's"),
     Reliance(".tie_weights", "5.13", "loading: it compared tied weights that have no data"),
     Reliance(":_attn_implementation", "5.0", "budgets: what attention takes"),
     Reliance(":_experts_implementation", "5.0", "budgets: whether experts are copied"),
@@ -152,6 +154,16 @@ def revert(model: Any, state: dict[str, Any], conversions: list[Any] | None) -> 
     """A state dict as a checkpoint has it: with conversions undone."""
     with _with_conversions(model, conversions):
         return revert_weight_conversion(model, state)  # type: ignore[no-any-return]
+
+
+def given_state() -> Mapping[str, Any] | None:
+    """The state that `save_pretrained` was given, for the function that it calls and that calls this.
+
+    transformers asks a quantized model's quantizer for its state, tells it of no other, and forgets that: an
+    average of weights would be saved as the model's own. So it is looked up where it is a local variable.
+    """
+    asks = sys._getframe(2)
+    return asks.f_locals.get("state_dict") if asks.f_code.co_name == "save_pretrained" else None
 
 
 def forget_quantized(model: Any) -> None:

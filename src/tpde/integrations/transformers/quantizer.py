@@ -19,10 +19,11 @@ from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
-from tpde.integrations.transformers.given_state import given_state, refuse_others
+from tpde.integrations.transformers.given_state import refuse_others
 from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
+    given_state,
     take_conversions,
 )
 from tpde.integrations.transformers.load_target import LoadTarget, load_target
