@@ -145,8 +145,8 @@ class CheckpointStore(StoredSteps):
         Raises
         ------
         InvalidInput
-            If the state holds anything else, naming where; if the step is not larger; or if another process
-            writes to the store.
+            If the state holds anything else, naming where; if the step is not larger; if another process
+            writes to the store, or its folder was removed or replaced since this one began to.
         Truncated, Corrupt
             If the step before, which is read for this one, is damaged: `prune(drop=[...])` drops it.
         InvalidDestination, OSError
@@ -265,6 +265,7 @@ class CheckpointStore(StoredSteps):
     def _own(self) -> None:
         """Be the one that writes."""
         if self._lock is not None and self._lock.held:
+            self._lock.require_there()
             return
         try:
             if not self.directory.is_dir():

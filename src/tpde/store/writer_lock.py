@@ -34,7 +34,7 @@ class WriterLock:
 
     def __init__(self, folder: Path) -> None:
         self._owner, self._descriptor = os.getpid(), -1
-        path = folder / NAME
+        self._path = path = folder / NAME
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -56,6 +56,30 @@ class WriterLock:
     def held(self) -> bool:
         """Whether this process has it."""
         return self._descriptor >= 0 and self._owner == os.getpid()
+
+    def require_there(self) -> None:
+        """Make sure that what is locked is still in its folder.
+
+        Raises
+        ------
+        InvalidInput
+            If it is not: then others may write there, and what was known of the folder is of another one.
+        InvalidDestination
+            If the folder cannot be looked at.
+        """
+        try:
+            if os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        raise InvalidInput(
+            f"`{self._path.parent}` was removed or replaced while this store wrote there: its `{NAME}` is "
+            "gone, or another one",
+            hint="close this store, and open one of the folder that is to be written",
+            where=str(self._path.parent),
+        )
 
     # When the interpreter ends, what modules hold is gone before the last lock.
     _close = staticmethod(os.close)

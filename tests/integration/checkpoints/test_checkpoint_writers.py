@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,33 @@ def test_one_writer_at_a_time(tmp_path: Path, run: dict[int, Any]) -> None:
     first.save(3, run[3])
     first.close()
     check(tmp_path, run, (1, 2, 3))
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "unlocked"])
+def test_a_folder_that_was_replaced_is_not_written_to(what: str, tmp_path: Path, run: dict[int, Any]) -> None:
+    """Steps would stand on what the other one never had, beside a writer that has the new lock."""
+    folder, other = tmp_path / "store", tmp_path / "other"
+    filled(other, {1: run[2]})
+    store = CheckpointStore(folder, retain=True)
+    store.save(1, run[1])
+    if what == "unlocked":
+        (folder / "writer.lock").unlink()
+    else:
+        shutil.rmtree(folder)
+    if what == "replaced":
+        other.rename(folder)
+    for call in (lambda: store.save(3, run[3]), lambda: store.prune(1)):
+        with pytest.raises(InvalidInput, match=r"store` was removed or replaced while .*; close this store"):
+            call()
+    if what == "removed":
+        assert not folder.exists()
+        for read in (store.load, lambda: store.load(1)):
+            with pytest.raises(InvalidInput, match=r"has no step"):
+                read()
+    store.close()
+    store.save(3, run[3])
+    assert equal(store.load(), run[3])
+    store.close()
 
 
 @pytest.mark.parametrize("options", [{"background": True}, {"retain": True}])

@@ -145,6 +145,14 @@ MUTANTS = (
         "integration/checkpoints/test_checkpoint_pruning.py",
     ),
     mutant(
+        "replaced-stores-are-written-to",
+        "store/checkpoints.py",
+        "            self._lock.require_there()\n",
+        "",
+        "a step stands on one that is not in the folder that was put in the place of the store",
+        "integration/checkpoints/test_checkpoint_writers.py",
+    ),
+    mutant(
         "oldest-first",
         "store/pruning.py",
         "sorted(steps, reverse=True)",
