@@ -240,6 +240,12 @@ def test_names_that_are_not_utf8(model: Path) -> None:
         pytest.skip("the file system takes none")
     (found,) = left_out(model).items()
     assert found == (r"\udcff.txt", "its name is not UTF-8")
+    packed = model.with_name("packed")
+    pack(model, packed, force=True)
+    (problem,) = verify(packed, against=model)
+    assert problem.file == str(model / r"\udcff.txt")
+    assert problem.message.endswith(r"\udcff.txt` was not packed: its name is not UTF-8")
+    assert verify(packed, against=model, exclude=["?.txt"]) == [], "as was asked for"
 
 
 def test_exclude(model: Path) -> None:

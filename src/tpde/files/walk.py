@@ -149,11 +149,6 @@ class _Walk:
             self.take(f"{folder}/{entry}" if folder else entry)
 
     def take(self, name: str) -> None:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            self.leave(name, "its name is not UTF-8")
-            return
         matching = [it for it in self.exclude if _matches(name, it)]
         for it in matching:
             self.unmatched.pop(it, None)
@@ -162,6 +157,9 @@ class _Walk:
             return
         if matching:
             self.leave(name, "excluded", expected=True)
+            return
+        if not _is_text(name):
+            self.leave(name, "its name is not UTF-8")
             return
         try:
             mode = os.lstat(self.root / name).st_mode

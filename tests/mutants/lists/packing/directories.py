@@ -135,6 +135,14 @@ MUTANTS = (
         "malformed/test_attacks_folders.py",
     ),
     mutant(
+        "names-that-are-not-text-cannot-be-excluded",
+        "files/walk.py",
+        "        if matching:\n",
+        "        if matching and _is_text(name):\n",
+        "`verify --against` of a source with a name that is not UTF-8 finds a problem, whatever is excluded",
+        "integration/test_trees.py",
+    ),
+    mutant(
         "exclusions-do-not-reach-folders",
         "files/walk.py",
         '    pattern = pattern.rstrip("/")\n',
