@@ -74,6 +74,28 @@ def test_permissions_of_what_packing_changes_are_kept_both_ways(source: Path, tm
             assert stat.S_IMODE((tmp_path / folder / name).stat().st_mode) == 0o740 + i, (folder, name)
 
 
+def test_no_bits_but_those_of_permissions_are_kept(source: Path, tmp_path: Path) -> None:
+    """A program that runs as its owner would be a stranger's gift to whoever unpacks it."""
+    names = (ONE, "config.json", "sub/notes.txt", "sub")
+    for name in names:
+        (source / name).chmod(0o7755)
+    if stat.S_IMODE((source / ONE).stat().st_mode) != 0o7755:
+        pytest.skip("the file system has no such bits")
+    file, packed = tmp_path / "file", tmp_path / "packed"
+    tpde.pack(source / ONE, file)
+    tpde.pack(source, packed)
+    assert tpde.verify(packed, against=source) == []
+    for it in (file, *(packed / name for name in names)):
+        assert stat.S_IMODE(it.stat().st_mode) == 0o755
+        it.chmod(0o7755)
+    tpde.unpack(file, tmp_path / "plain")
+    tpde.unpack(packed, tmp_path / "back")
+    tpde.pack(source / ONE, file, force=True)
+    tpde.pack(source, packed, force=True)
+    made = [file, tmp_path / "plain", *(at / name for at in (packed, tmp_path / "back") for name in names)]
+    assert {stat.S_IMODE(it.stat().st_mode) for it in made} == {0o755}
+
+
 def test_a_configuration_keeps_what_it_said_of_quantization(source: Path, tmp_path: Path) -> None:
     before = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "x": [1]}}
     (source / "config.json").write_text(json.dumps(before))

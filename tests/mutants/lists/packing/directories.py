@@ -203,6 +203,14 @@ MUTANTS = (
         "integration/test_trees.py",
     ),
     mutant(
+        "copies-run-as-their-owner",
+        "files/copying.py",
+        "path.stat().st_mode) & 0o777 | _READABLE",
+        "path.stat().st_mode) | _READABLE",
+        "a setuid program of a packed model is one when it is unpacked",
+        "unit/test_folders.py",
+    ),
+    mutant(
         "short-writes-of-copies",
         "files/copying.py",
         "        piece = piece[os.write(descriptor, piece) :]",
