@@ -154,6 +154,25 @@ def test_adapters(pack_last: bool, checkpointing: bool | None) -> None:
     assert_same_bits(_train(packed, took), _train(plain, took))
 
 
+@pytest.mark.parametrize("ops", [["addmm"], ["addmm", "gelu"], []], ids=str)
+def test_selective_checkpointing(ops: list[str]) -> None:
+    """What the second pass does not find in the first one's record it would stop at."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).requires_grad_(False)
+    packed, found = pack_module(copy.deepcopy(plain), min_bytes=0), []
+    kept = [getattr(torch.ops.aten, name).default for name in ops]
+    for model in (plain, packed):
+        x = torch.linspace(-1, 1, 1024).view(4, 256).requires_grad_()
+        made = checkpoint(
+            model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept)
+        )
+        made.square().sum().backward()
+        found.append([made.detach(), x.grad])
+    assert_same_bits(found[1], found[0])
+
+
 @pytest.mark.parametrize("packed_before", [False, True])
 def test_layers_that_are_trained_beside_frozen_ones_stay_plain(packed_before: bool) -> None:
     """Adapters of any library: they are the smaller part of what is packed, and none of it is trained."""

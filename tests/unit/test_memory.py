@@ -102,14 +102,21 @@ def test_a_pytorch_that_tells_no_limits(card: Card, monkeypatch: pytest.MonkeyPa
     assert device_memory.memory_limit(DEVICE) == 16 * GIB
 
 
-@pytest.mark.parametrize(("device", "error"), [(CPU, OutOfMemory), (DEVICE, RuntimeError)])
+@pytest.mark.parametrize(
+    ("device", "said", "error"),
+    [
+        (CPU, "DefaultCPUAllocator: can't allocate memory", OutOfMemory),
+        (CPU, "refused", RuntimeError),
+        (DEVICE, "refused", RuntimeError),
+    ],
+)
 def test_other_errors_of_an_allocation(
-    device: torch.device, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    device: torch.device, said: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPU they are no lack of memory."""
+    """Of a GPU they are no lack of memory, nor what the host's allocator does not say."""
 
     def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("refused")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(torch, "empty", fails)
     with pytest.raises(error) as caught:

@@ -44,19 +44,10 @@ def test_other_dtypes(models: Models, dtype: str) -> None:
     assert generated(models["llama-packed"], dtype=dtype) == wanted
 
 
-def test_load_format(
-    models: Models, plain: dict[str, list[Generated]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For models that do not ask the configuration how names are mapped."""
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    from tpde.integrations.vllm.config import TpdeConfig
-
-    monkeypatch.setattr(TpdeConfig, "get_cache_scale_mapper", WeightsMapper)
-    with pytest.raises(ValueError, match=r"no module or parameter named '.*_tpde'"):
-        engine(models["llama-packed"])
-    assert generated(models["llama-packed"], load_format="tpde") == plain["llama"]
-    assert generated(models["llama"], load_format="tpde", **TPDE) == plain["llama"]
+@pytest.mark.parametrize("load_format", ["auto", "hf", "safetensors", "tpde"])
+def test_load_format(models: Models, plain: dict[str, list[Generated]], load_format: str) -> None:
+    assert generated(models["llama-packed"], load_format=load_format) == plain["llama"]
+    assert generated(models["llama"], load_format=load_format, **TPDE) == plain["llama"]
 
 
 def test_dummy_weights(models: Models) -> None:

@@ -72,7 +72,8 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
         Saying what is needed, what is free, and what to do.
     """
     try:
-        with torch.inference_mode(False):
+        # Nor is it an operator of the model's: selective checkpointing would look for it in the second pass.
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError:
         free = free_bytes(device)
@@ -88,8 +89,8 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
             found=free,
             needed=nbytes,
         ) from None
-    except RuntimeError:
-        if device.type != "cpu":
+    except RuntimeError as error:
+        if device.type != "cpu" or "DefaultCPUAllocator" not in str(error):  # which has no class of its own
             raise
         raise OutOfMemory(
             f"{what} needs {gib(nbytes)} of host memory, and the system refused",

@@ -15,8 +15,6 @@ from tpde.loading.quantized import PackedConfig
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    from tpde.integrations.vllm.internals import WeightsMapper
-
 _KNOWN = ("kernels", "quant_method", "source", "version")
 _LM_HEAD = "lm_head.weight"
 
@@ -44,6 +42,8 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     ----------
     report : LoadReport
         What was gained so far, in this process.
+    of_files : bool
+        Whether the model's files are packed.
     """
 
     def __init__(self, kernels: str = "fused", version: int = VERSION, source: Any = None) -> None:
@@ -53,6 +53,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from tpde.nn.kernels import check_kernels
 
         PackedConfig(version, source)
+        self.of_files = False
         self.kernels = check_kernels(kernels)
         self.report = LoadReport(self.kernels)
         self._room = Room()
@@ -104,7 +105,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
                 where="quantization_config",
                 found=unknown[0],
             )
-        return cls(**{key: value for key, value in config.items() if key != "quant_method"})
+        made = cls(**{key: value for key, value in config.items() if key != "quant_method"})
+        made.of_files = "version" in config
+        return made
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -122,16 +125,6 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         if any(name.endswith(_LM_HEAD + SUFFIX) for name in internals.names_in_files(model_name, revision)):
             hf_config.tie_word_embeddings = False
             hf_config.get_text_config().tie_word_embeddings = False
-
-    @staticmethod
-    def get_cache_scale_mapper() -> WeightsMapper:
-        """What decodes packed tensors on their way from files to layers, and maps names as vLLM does.
-
-        Of the mappers that vLLM asks a configuration for, each version has this one.
-        """
-        from tpde.integrations.vllm.loader import Unpacking
-
-        return Unpacking() | QuantizationConfig.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer's weights are held; None if as without tpde.
@@ -153,7 +146,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         # Of attention vLLM asks again when weights are reloaded, and 0.26 sets no configuration for that.
         if not isinstance(layer, LinearBase | VocabParallelEmbedding | internals.RoutedExperts):
             return None
-        refusals.check()
+        refusals.check(self.of_files)
         invariant = self.kernels == "fused" and internals.is_batch_invariant()
         if invariant and isinstance(layer, RowParallelLinear):
             return WholeRowsMethod(self.report, prefix)

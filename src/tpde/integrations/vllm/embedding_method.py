@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tpde.integrations.vllm import handle_operators
+from tpde.integrations.vllm import handle_operators, internals
 from tpde.integrations.vllm.linear_method import Decoded, TpdeLinearMethod
 
 
@@ -30,6 +30,11 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
             ids, layer.tpde_handle, layer.embedding_dim, layer.params_dtype
         )
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """The embedding itself is the head: it multiplies, too."""
+    def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
+        """The embedding itself is the head: it multiplies, too, and has the head's bias, if there is one."""
+        embed_tokens.register_parameter("bias", layer.bias)
         return embed_tokens
+
+    def _needs_values(self) -> bool:
+        """A draft without embeddings or a head is given the model's."""
+        return not internals.may_be_draft()

@@ -97,6 +97,9 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
                 self._reload(layer)  # vLLM took the layer apart, and loaded it anew
             return
+        for name in NAMES:
+            if not internals.has_values(layer, name):
+                raise refusals.no_values(f"{self._name}.{name}")
         loaders = {name: getattr(layer.get_parameter(name), "weight_loader", None) for name in NAMES}
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel = self._plain.moe_kernel

@@ -10,6 +10,8 @@ vLLM 0.25.1 to 0.33 have all of this. Where they differ, a function here says so
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +23,11 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    initialize_online_processing,
+)
 from vllm.model_executor.offloader import prefetch
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.platforms import current_platform
@@ -35,7 +40,6 @@ __all__ = [
     "RoutedExperts",
     "SleepModeBackendFactory",
     "UnquantizedFusedMoEMethod",
-    "WeightsMapper",
     "apply_moe_activation",
     "direct_register_custom_op",
     "initialize_online_processing",
@@ -59,12 +63,12 @@ RELIED_ON = {
     "model_executor.layers.fused_moe.activation.apply_moe_activation": "experts: products from windows",
     "model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.TRITON": "the same",
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "experts",
-    "model_executor.layers.quantization.base_config.QuantizationConfig.get_cache_scale_mapper": "files",
     "model_executor.layers.quantization.base_config.QuantizationConfig.maybe_update_config": "untied heads",
     "model_executor.layers.quantization.base_config.QuantizeMethodBase.uses_meta_device": "packing by layers",
-    "model_executor.model_loader.DefaultModelLoader.get_all_weights": "`--load-format tpde`",
+    "model_executor.model_loader.DefaultModelLoader.get_all_weights": "packed files",
+    "model_executor.model_loader.DefaultModelLoader.load_weights": "telling that files lack weights",
+    "model_executor.model_loader.reload.layerwise.get_layerwise_info": "telling that a layer has no values",
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
-    "model_executor.models.utils.WeightsMapper.apply": "packed files",
     "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "packed weights in host memory",
     "platforms.current_platform": "exact products in compiled code",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
@@ -84,6 +88,44 @@ def load_device() -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+@contextlib.contextmanager
+def no_warnings_of_loaders() -> Iterator[None]:
+    """Have vLLM say nothing of a load format that gets another loader."""
+    log = logging.getLogger(register_model_loader.__module__)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def track_weights(loader: Any) -> None:
+    """Have vLLM refuse a model of whose weights some are in no file, unless it is told not to.
+
+    Of quantized models it does not by default; of layers that are packed while they are loaded, never.
+    """
+    if getattr(loader, "enable_weights_track", False) is None:
+        loader.enable_weights_track = True
+
+
+def has_values(layer: Any, name: str) -> bool:
+    """Whether values came for a layer's parameter by its loader: what is written otherwise is lost.
+
+    Dummy weights come otherwise.
+    """
+    config: Any = get_current_vllm_config_or_none()
+    if config is None or config.load_config.load_format == "dummy":
+        return True
+    return any(name == it for it, _ in get_layerwise_info(layer).loaded_weights)
+
+
+def may_be_draft() -> bool:
+    """Whether the model that is being loaded may be another's draft."""
+    config: Any = get_current_vllm_config_or_none()
+    return config is not None and config.speculative_config is not None
 
 
 def _offload_backend() -> str:

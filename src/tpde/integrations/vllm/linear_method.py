@@ -79,6 +79,10 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             self._report.tell()
             return
         weight: Tensor = layer.weight
+        if weight.is_meta:  # of a layer that the model was made without, as a head for embeddings of texts
+            return
+        if self.uses_meta_device and self._needs_values() and not internals.has_values(layer, "weight"):
+            raise refusals.no_values(self._name)
         layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
         spare = mover is None and internals.records_graphs()
@@ -95,6 +99,10 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if not self._report.awaited and not self._report.any_on_host:
                 raise refusals.nothing_moved()
             self._report.tell()
+
+    def _needs_values(self) -> bool:
+        """Whether the layer is of no use without values from files."""
+        return True
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ W.T + bias`.

@@ -13,13 +13,14 @@ from vllm.model_executor.model_loader import DefaultModelLoader, register_model_
 
 from tpde.format.constants import METHOD, SUFFIX
 from tpde.integrations.vllm import internals
-from tpde.integrations.vllm.internals import WeightsMapper
 from tpde.io.sources import BytesSource, Extent
 from tpde.loading.reading import Reader
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 
 _GROUP_BYTES = 128 << 20  # of tensors that are decoded while others are copied to the device
+# What vLLM's default loader reads safetensors files by; `refusals` has the others.
+FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
 Named = tuple[str, Tensor]
 
 _registered = False
@@ -98,41 +99,34 @@ class _Group:
             yield name, made
 
 
-class Unpacking(WeightsMapper):  # type: ignore[misc]
-    """A mapper of names that decodes what is packed before any name is mapped.
-
-    vLLM joins it with those of the model, on either side.
-    """
-
-    def __or__(self, other: WeightsMapper) -> Unpacking:
-        return _joined(super().__or__(other))
-
-    def __ror__(self, other: WeightsMapper) -> Unpacking:
-        return _joined(WeightsMapper.__or__(other, self))
-
-    def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Decode, and map names."""
-        return super().apply(unpacked(weights))  # type: ignore[no-any-return]
-
-
-def _joined(mapper: WeightsMapper) -> Unpacking:
-    return Unpacking(**{it.name: getattr(mapper, it.name) for it in dataclasses.fields(mapper)})
-
-
 def register() -> None:
-    """Name the load format to vLLM, in this process."""
+    """Have vLLM's own load formats, in this process, read by what decodes; and name one of ours."""
     global _registered  # noqa: PLW0603 - vLLM warns of a load format that comes a second time
     if not _registered:
         _registered = True
-        register_model_loader(METHOD)(TpdeModelLoader)
+        with internals.no_warnings_of_loaders():
+            for load_format in (METHOD, *FORMATS):
+                register_model_loader(load_format)(TpdeModelLoader)
 
 
 class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """`--load-format tpde`: reads packed files for models that map names of weights by themselves."""
+    """Reads the files of models as vLLM does; those of packed models decoded, before any name is looked at.
+
+    Some models change weights by their names on the way, which a packed tensor's is not.
+    """
 
     def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(dataclasses.replace(load_config, load_format="safetensors"))
+        if load_config.load_format == METHOD:
+            load_config = dataclasses.replace(load_config, load_format="safetensors")
+        super().__init__(load_config)
 
-    def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, decoded."""
-        return unpacked(super().get_all_weights(*args, **kwargs))
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load a model's weights, and have vLLM look for those that no file has, as of plain models."""
+        if model_config.quantization == METHOD:
+            internals.track_weights(self)
+        super().load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, those of packed models decoded."""
+        weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
+        return unpacked(weights) if model_config.quantization == METHOD else weights

@@ -7,12 +7,19 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.format.constants import METHOD
 from tpde.integrations.vllm import internals, sleep_mode
+from tpde.integrations.vllm.loader import FORMATS
 from tpde.integrations.vllm.report import log
 
 
-def check() -> None:
+def check(of_files: bool) -> None:
     """Refuse what vLLM was asked for beside packed weights and does not work; see to it later for sleep.
+
+    Parameters
+    ----------
+    of_files : bool
+        Whether the model's files are packed.
 
     Raises
     ------
@@ -41,6 +48,13 @@ def check() -> None:
             f"`--load-format {load_format}` brings weights as vLLM has them in memory, and "
             "packed ones are made of those of checkpoints",
             hint="load safetensors files: leave `--load-format` out",
+            where="load_format",
+            found=load_format,
+        )
+    if of_files and load_format not in (METHOD, "dummy", *FORMATS):
+        raise InvalidInput(
+            f"`--load-format {load_format}` reads files in a way of its own, which decodes no packed ones",
+            hint="leave `--load-format` out",
             where="load_format",
             found=load_format,
         )
@@ -94,6 +108,16 @@ def can_pack_experts() -> bool:
     else:
         return True
     return False
+
+
+def no_values(name: str) -> InvalidInput:
+    """The error for a layer that vLLM brought no values for."""
+    return InvalidInput(
+        f"no values came for the weight of `{name}`: the files have none, or vLLM's code for this model "
+        "writes them past the layer's loader, so that they cannot be packed",
+        hint="see whether the model's files are complete; if they are, serve it without tpde",
+        where=name,
+    )
 
 
 def no_room(name: str) -> PackedWeight:

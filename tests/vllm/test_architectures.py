@@ -1,0 +1,164 @@
+"""Models that vLLM loads or uses in ways of their own: the plain model's bits, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import torch
+from support.vllm import VOCABULARY, close, engine, generated, kernels, save_tokenizer
+
+import tpde
+from tpde.errors import InvalidInput
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+
+Models = dict[str, Path]
+TPDE = {"quantization": "tpde"}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": VOCABULARY - 2,
+    "eos_token_id": VOCABULARY - 1,
+    "dtype": "bfloat16",
+    "initializer_range": 0.06,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+
+
+def saved(at: Path, name: str, **more: Any) -> Path:
+    """A model by the name of its classes in transformers, plain in a folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind = name.removesuffix("Text")
+    made = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**SIZES, **more)
+    ).to(torch.bfloat16)
+    for parameter, value in made.named_parameters():
+        if parameter.endswith("bias"):
+            value.data.normal_(0, 0.1)
+    made.save_pretrained(at / "plain")
+    save_tokenizer(at / "plain")
+    return at / "plain"
+
+
+def packed(plain: Path) -> Path:
+    tpde.pack(plain, plain.with_name("packed"))
+    return plain.with_name("packed")
+
+
+def test_weights_that_are_changed_by_their_names(tmp_path: Path) -> None:
+    """Before any mapper of names is asked: Llama 4's rotary projections are permuted."""
+    plain = saved(
+        tmp_path,
+        "Llama4Text",
+        pad_token_id=0,
+        intermediate_size=192,
+        intermediate_size_mlp=192,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+    )
+    wanted = generated(plain)
+    assert generated(packed(plain)) == wanted
+    assert generated(plain, **TPDE) == wanted
+
+
+def test_names_of_consolidated_files(tmp_path: Path) -> None:
+    """Mistral's own, which vLLM renames, and permutes."""
+    from safetensors.torch import load_file, save_file
+
+    plain = saved(tmp_path, "Mistral", intermediate_size=256)
+    wanted = generated(plain)
+    names = {
+        "model.": "",
+        "self_attn.": "attention.",
+        "mlp.": "feed_forward.",
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+        "q_proj": "wq",
+        "k_proj": "wk",
+        "v_proj": "wv",
+        "o_proj": "wo",
+        "gate_proj": "w1",
+        "down_proj": "w2",
+        "up_proj": "w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        for new, old in names.items():
+            name = name.replace(new, old)  # noqa: PLW2901
+        tensors[name] = tensor
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    renamed = generated(plain)
+    assert renamed != wanted, "queries are permuted"
+    assert generated(packed(plain)) == renamed
+
+
+@pytest.mark.parametrize("how", ["plain", "packed", "exact"])
+def test_values_that_come_past_a_layers_loader(tmp_path: Path, how: str) -> None:
+    """Into weights that are not there until all values have come: gpt-oss's experts."""
+    plain = saved(
+        tmp_path,
+        "GptOss",
+        intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=32,
+    )
+    options = {"plain": TPDE, "packed": {}, "exact": kernels("exact")}[how]
+    model = packed(plain) if how == "packed" else plain
+    with pytest.raises(InvalidInput, match=r"no values came for .*model\.layers\.0\.mlp\.experts"):
+        engine(model, **options)
+
+
+@pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_are_in_no_file(models: Models, tmp_path: Path, missing: str) -> None:
+    """Of norms vLLM says it, as of plain models; of a layer we do."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(models["llama"], tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    del tensors[missing]
+    save_file(tensors, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    for model, options in ((tmp_path / "plain", TPDE), (packed(tmp_path / "plain"), {})):
+        with pytest.raises(
+            (ValueError, InvalidInput), match=r"not initialized from checkpoint|no values came"
+        ):
+            engine(model, **options)
+
+
+@pytest.mark.parametrize("options", [TPDE, kernels("exact")], ids=["fused", "exact"])
+def test_embeddings_of_texts_by_a_model_with_a_head(models: Models, options: dict[str, Any]) -> None:
+    """vLLM makes the head, and reads nothing into it."""
+
+    def embedded(**more: Any) -> list[list[float]]:
+        llm = engine(models["llama"], runner="pooling", convert="embed", **more)
+        try:
+            return [it.outputs.embedding for it in llm.embed(["t1 t2 t3", "t9"])]
+        finally:
+            close(llm)
+
+    assert embedded(**options) == embedded()
+
+
+def test_a_tied_head_of_transformers_own_code(models: Models) -> None:
+    wanted = generated(models["tied"], model_impl="transformers")
+    assert generated(models["tied"], model_impl="transformers", **TPDE) == wanted
+    assert generated(models["tied-packed"], model_impl="transformers") == wanted
+
+
+def test_ways_of_reading_that_decode_nothing(models: Models) -> None:
+    with pytest.raises(InvalidInput, match="`--load-format npcache` reads files in a way of its own"):
+        engine(models["llama-packed"], load_format="npcache")
