@@ -153,10 +153,12 @@ def test_embeddings_of_texts_by_a_model_with_a_head(models: Models, options: dic
     assert embedded(**options) == embedded()
 
 
-def test_a_tied_head_of_transformers_own_code(models: Models) -> None:
-    wanted = generated(models["tied"], model_impl="transformers")
-    assert generated(models["tied"], model_impl="transformers", **TPDE) == wanted
-    assert generated(models["tied-packed"], model_impl="transformers") == wanted
+def test_a_tied_head_of_transformers_own_code(tmp_path: Path) -> None:
+    """vLLM changes the model's class for all that comes in this process: it is none of other tests'."""
+    plain = saved(tmp_path, "Qwen2", intermediate_size=256, tie_word_embeddings=True)
+    wanted = generated(plain, model_impl="transformers")
+    assert generated(plain, model_impl="transformers", **TPDE) == wanted
+    assert generated(packed(plain), model_impl="transformers") == wanted
 
 
 def test_ways_of_reading_that_decode_nothing(models: Models) -> None:

@@ -136,7 +136,7 @@ def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) 
     )
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-    refusals.check()
+    refusals.check(of_files=False)
     assert model.sleep_mode_backend == "tpde"
 
 
