@@ -53,6 +53,7 @@ def packed(plain: Path) -> Path:
     return plain.with_name("packed")
 
 
+@pytest.mark.quick
 def test_weights_that_are_changed_by_their_names(tmp_path: Path) -> None:
     """Before any mapper of names is asked: Llama 4's rotary projections are permuted."""
     plain = saved(
@@ -103,6 +104,7 @@ def test_names_of_consolidated_files(tmp_path: Path) -> None:
     assert generated(packed(plain)) == renamed
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["plain", "packed", "exact"])
 def test_values_that_come_past_a_layers_loader(tmp_path: Path, how: str) -> None:
     """Into weights that are not there until all values have come: gpt-oss's experts."""
