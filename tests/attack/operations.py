@@ -203,7 +203,6 @@ OPERATIONS: dict[str, Operation] = {
     "pack-folder-renames": _two_renames(Operation(_pack("model", force=False))),
     "pack-folder-force": _FORCED,
     "pack-folder-force-renames": _two_renames(_FORCED),
-    "pack-folder-force-file": Operation(_pack("model", force=True), _old_file),
     "pack-folder-force-link": Operation(_pack("model", force=True), _old_link),
     "unpack-folder": Operation(_unpack("packed", force=False)),
     "unpack-folder-force": Operation(_unpack("packed", force=True), _old_folder),

@@ -43,9 +43,9 @@ def refuse_folder(
     mode, removable = there.st_mode, dict[str, Identity]()
     if stat.S_ISDIR(mode):
         removable = _removable(destination, set(ours))
-    elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+    elif not stat.S_ISLNK(mode):
         raise InvalidDestination(
-            f"`{destination}` is {kind_of(mode)}, which is never replaced",
+            f"`{destination}` is {kind_of(mode)}, which is never replaced by a folder",
             hint="name a folder",
             where=str(destination),
         )

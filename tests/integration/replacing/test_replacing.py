@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from support.folders import NEW, names, visible
 
 from tpde.errors import InvalidDestination
 from tpde.files.operations import pack, unpack
+from tpde.store.diffing import diff
+from tpde.store.patching import patch
 
 
 def test_force_carries_over_what_was_never_looked_at(model: Path, old: Path, way: str) -> None:
@@ -165,19 +168,31 @@ def test_folders_that_may_not_be_written_to_are_replaced_all_the_same(
     assert visible(old.parent) == ["model", "there"]
 
 
-def test_force_replaces_files_and_links_but_no_devices(model: Path, tmp_path: Path, way: str) -> None:
+def test_a_folder_replaces_links_but_no_files_or_devices(model: Path, tmp_path: Path, way: str) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "file").touch()
     (tmp_path / "link").symlink_to("victim")
-    (tmp_path / "file").touch()
+    (tmp_path / "link2").symlink_to("file")
+    (tmp_path / "file").write_text("theirs")
     os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "file"):
+    pack(model, tmp_path / "packed")
+    diff(model, model, tmp_path / "delta")
+    for call in (
+        partial(pack, model, tmp_path / "file"),
+        partial(unpack, tmp_path / "packed", tmp_path / "file"),
+        partial(patch, model, tmp_path / "delta", tmp_path / "file"),
+    ):
+        for force in (False, True):
+            with pytest.raises(InvalidDestination, match="file` is a file, which is never replaced by a"):
+                call(force=force)
+    for name in ("link", "link2"):
         pack(model, tmp_path / name, force=True)
         assert (tmp_path / name / "config.json").is_file()
         assert not (tmp_path / name).is_symlink()
     assert names(tmp_path / "victim") == {"file"}
+    assert (tmp_path / "file").read_text() == "theirs"
     for source in (model, model / "model.safetensors"):
         for force in (False, True):
             with pytest.raises(InvalidDestination, match=r"pipe` is a pipe, which is never replaced"):
                 pack(source, tmp_path / "pipe", force=force)
-    assert visible(tmp_path) == ["file", "link", "model", "pipe", "victim"]
+    assert visible(tmp_path) == ["delta", "file", "link", "link2", "model", "packed", "pipe", "victim"]

@@ -86,6 +86,14 @@ MUTANTS = (
         "integration/replacing/test_refused_places.py",
     ),
     mutant(
+        "a-folder-replaces-a-file",
+        "files/replaced_folder.py",
+        "    elif not stat.S_ISLNK(mode):\n",
+        "    elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):\n",
+        "`--force` removes a file where a folder is to be",
+        "integration/replacing/test_replacing.py",
+    ),
+    mutant(
         "a-made-name-takes-another",
         "files/weight_files.py",
         "    if taken:\n",
