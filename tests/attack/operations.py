@@ -146,7 +146,7 @@ def _store(there: Path) -> None:
 def _old_export(there: Path) -> None:
     """What an export wrote before."""
     there.mkdir()
-    (there / "state.json").write_text("{}")
+    (there / "state.json").write_text('{"step": 1, "state": {}}')
 
 
 def _save_step(*, keep: int | None = None, background: bool = False) -> Callable[[Path, Path], object]:

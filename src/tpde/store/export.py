@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpde.files.documents import is_inside
+from tpde.errors import InvalidDestination, InvalidInput
+from tpde.files.documents import is_inside, json_object
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder
 from tpde.format.container import TensorSpec
@@ -43,7 +45,7 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
     Corrupt
         If the tree is damaged, or names a tensor that is not there.
     DestinationExists, InvalidDestination
-        If the folder cannot be made.
+        If the folder cannot be made, or one is there that no export wrote.
     """
     files: dict[str, dict[str, str]] = {}  # of each file, which tensor has which name there
     stems: dict[str, str] = {}  # of each key of the state, what its file is called
@@ -61,11 +63,29 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
         return [f"{stem}{SAFETENSORS}", free]
 
     rest = map_tensors(tree, place, {key[1] for key in state.specs}, state.name)
+    _refuse_others(folder, {*files, REST})
     with new_folder(folder, {*files, REST}, force=force) as new:
         for file, names in files.items():
             _write(new / file, names, state, threads)
         text = json.dumps({"step": step, "state": rest}, ensure_ascii=False)
         (new / REST).write_text(text + "\n", encoding="utf-8")
+
+
+def _refuse_others(folder: Path, ours: Iterable[str]) -> None:
+    """Refuse a folder with files of these names that no export wrote. A link to one is replaced itself."""
+    here = next((name for name in sorted(ours) if os.path.lexists(folder / name)), None)
+    if here is None or folder.is_symlink():
+        return
+    try:
+        found = set(json_object(folder / REST)[1])
+    except InvalidInput:
+        found = set()
+    if found != {"step", "state"}:
+        raise InvalidDestination(
+            f"`{folder}` holds `{here}`, which would be lost, and no `{REST}` of an export",
+            hint="remove the folder yourself, or choose another destination",
+            where=str(folder),
+        )
 
 
 def _stem(key: str, stems: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from support.training import equal, filled
 
 from tpde import CheckpointStore
-from tpde.errors import DestinationExists, TpdeError
+from tpde.errors import DestinationExists, InvalidDestination, TpdeError
 
 torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
 
@@ -77,3 +77,25 @@ def test_exports_of_odd_states(tmp_path: Path, state: Any, files: dict[str, list
         with safe_open(path, "pt") as file:
             found[path.name] = sorted(file.keys())
     assert found == files
+
+
+@pytest.mark.parametrize("rest", [None, "{}", "no JSON", '{"step": 1}'])
+def test_an_export_replaces_only_what_one_wrote(tmp_path: Path, rest: str | None) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "model.safetensors").write_text("theirs")
+    if rest is not None:
+        (out / "state.json").write_text(rest)
+    (tmp_path / "notes.txt").write_text("theirs")
+    (tmp_path / "link").symlink_to("out")
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, {"model": {"w": torch.ones(1)}})
+        for force in (False, True):
+            with pytest.raises(
+                InvalidDestination, match=r"model\.safetensors`, .* no `state.json` of an exp"
+            ):
+                store.export(1, out, force=force)
+            with pytest.raises(InvalidDestination, match="txt` is a file, which is never replaced"):
+                store.export(1, tmp_path / "notes.txt", force=force)
+        store.export(1, tmp_path / "link", force=True)
+    assert (out / "model.safetensors").read_text() == (tmp_path / "notes.txt").read_text() == "theirs"
+    assert not (tmp_path / "link").is_symlink()

@@ -208,4 +208,12 @@ MUTANTS = (
         "what a trainer rotates away stays in the store",
         "integration/test_trainer.py",
     ),
+    mutant(
+        "an-export-replaces-what-none-wrote",
+        "store/export.py",
+        '    if found != {"step", "state"}:\n',
+        "    if not here:\n",
+        "`ckpt export --force` replaces a model's own folder",
+        "integration/checkpoints/test_checkpoint_exports.py",
+    ),
 )
