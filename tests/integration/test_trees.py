@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from support.commands import invoke
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
-from tpde.errors import Corrupt, InvalidInput, MissingShard
+from tpde.errors import Corrupt, InvalidArgument, InvalidInput, MissingShard
 from tpde.files.operations import pack, unpack, verify
 from tpde.files.walk import stays_inside, walk
 from tpde.format.constants import MANIFEST
@@ -263,6 +264,18 @@ def test_exclude(model: Path) -> None:
     assert list((packed / "sub").iterdir()) == []
     assert invoke("pack", model, packed, "--force", "--exclude", "deep", "--exclude", "sub").exit_code == 0
     assert sorted(it.name for it in packed.iterdir() if it.is_dir()) == ["onnx"]
+
+
+@pytest.mark.parametrize("exclude", ["notes.txt", None, [5], b"x"])
+def test_what_is_no_list_of_patterns_is_refused(exclude: Any, model: Path) -> None:
+    pack(model, packed := model.with_name("packed"))
+    says = f"`exclude` is {exclude!r}, which is no list of patterns; pass a list of texts"
+    for path in (model, model / "model.safetensors"):
+        with pytest.raises(InvalidArgument, match=re.escape(says)):
+            pack(path, model.with_name("new"), exclude=exclude)
+    with pytest.raises(InvalidArgument, match=re.escape(says)):
+        verify(packed, against=model, exclude=exclude)
+    assert not model.with_name("new").exists()
 
 
 def test_a_shard_that_is_excluded_is_missing(model: Path) -> None:

@@ -123,6 +123,17 @@ def test_a_name_that_pickles_would_get_must_be_free(kind: str, tmp_path: Path) -
     assert choose(walk(tmp_path, ["x.safetensors"])).files == {"s/x.pt": "s/x.safetensors"}
 
 
+@pytest.mark.parametrize("exclude", ["model.*", "sub", "sub/*"])
+def test_that_all_weights_are_excluded_is_said(exclude: str, tmp_path: Path) -> None:
+    name = "sub/x.safetensors" if "sub" in exclude else "model.safetensors"
+    make(tmp_path, {name: b"", "adapter_model.safetensors": b"", "config.json": "{}"})
+    with pytest.raises(InvalidInput, match=r"^all weights of `.*` are excluded; exclude less$"):
+        choose(walk(tmp_path, [exclude]))
+    (tmp_path / name).unlink()
+    with pytest.raises(InvalidInput, match="holds an adapter"):  # there were none to exclude
+        choose(walk(tmp_path, [exclude, "config.json"]))
+
+
 @pytest.mark.parametrize(
     ("files", "error", "says"),
     [

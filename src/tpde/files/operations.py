@@ -25,7 +25,7 @@ from tpde.files.unpack_directory import unpack_directory
 from tpde.files.unpack_file import unpack_file
 from tpde.files.verify_directory import verify_directory
 from tpde.files.verify_file import verify_file
-from tpde.files.walk import LeftOut, walk
+from tpde.files.walk import LeftOut, check_patterns, walk
 from tpde.files.weight_files import choose
 from tpde.io.sinks import refuse_file
 
@@ -144,16 +144,17 @@ def pack(
     1.4962
     """
     _require_paths(source, destination)
-    path, target = resolve(source), Path(destination)
+    patterns = check_patterns(exclude)
     check_threads(threads)
+    path, target = resolve(source), Path(destination)
     if path.is_dir():
         results, tree = pack_directory(
-            path, target, threads=threads, codec=codec, force=force, exclude=exclude, progress=progress
+            path, target, threads=threads, codec=codec, force=force, exclude=patterns, progress=progress
         )
         return _summary(path, target, results, tree.left_out, tree.unmatched, packing=True)
     _prepare(path, target, force)
     result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
-    return _summary(path, target, [result], unmatched=exclude, packing=True)
+    return _summary(path, target, [result], unmatched=patterns, packing=True)
 
 
 def unpack(
@@ -262,7 +263,7 @@ def verify(
     >>> tpde.verify("packed.safetensors")  # doctest: +SKIP
     []
     """
-    path, count = _existing(packed), check_threads(threads)
+    path, count, patterns = _existing(packed), check_threads(threads), check_patterns(exclude)
     other = _existing(against) if against is not None else None
     if path.is_dir():
         if other is not None and not other.is_dir():
@@ -274,7 +275,7 @@ def verify(
                     hint="compare its weight files one by one",
                 )
             return verify_resaved(path, count, progress)
-        return verify_directory(path, other, count, progress, exclude)
+        return verify_directory(path, other, count, progress, patterns)
     if other is not None and other.is_dir():
         raise InvalidInput(f"`{path}` is a file, `{other}` is a directory", hint="compare like with like")
     return verify_file(path, other, count, progress)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from tpde.errors import InvalidInput, printable
+from tpde.errors import InvalidArgument, InvalidInput, printable
 from tpde.files.file_kinds import may_stay_link
 from tpde.io.sinks import kind_of
 
 HUB_CACHE = ".cache"  # below a folder that `huggingface_hub` downloaded: its own notes
+EXCLUDED = "excluded"  # the reason for leaving out what a pattern matches
 MAX_LINKS = 40  # in a row; as Linux follows
 # Errors that say something of what is there. Others, of the disk, are no reason to leave anything out.
 _OF_WHAT_IS_THERE = (
@@ -156,7 +157,7 @@ class _Walk:
             self.leave(name, "the hub's own notes", expected=True)
             return
         if matching:
-            self.leave(name, "excluded", expected=True)
+            self.leave(name, EXCLUDED, expected=True)
             return
         if not _is_text(name):
             self.leave(name, "its name is not UTF-8")
@@ -222,6 +223,26 @@ def _is_of_the_hub(root: Path, path: Path) -> bool:
     snapshot = root.resolve()
     blobs = snapshot.parent.parent / "blobs"
     return snapshot.parent.name == "snapshots" and path.resolve().parent == blobs
+
+
+def check_patterns(exclude: object) -> tuple[str, ...]:
+    """The patterns of what to leave out.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are no list of texts: a text alone would be taken for a pattern of each of its letters.
+    """
+    if isinstance(exclude, Iterable) and not isinstance(exclude, str):
+        patterns = tuple(exclude)
+        if all(isinstance(it, str) for it in patterns):
+            return patterns
+    raise InvalidArgument(
+        f"`exclude` is {exclude!r:.50}, which is no list of patterns",
+        hint='pass a list of texts, such as `["*.msgpack"]`',
+        where="exclude",
+        found=exclude,
+    )
 
 
 def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> FolderTree:

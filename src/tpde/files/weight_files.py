@@ -7,6 +7,7 @@ know nothing of packed weights stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tpde.files.documents import read_modules
 from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, last_of, safetensors_name
 from tpde.files.packed_state import MAKE_PLAIN, packing_configs, refuse_packed
 from tpde.files.shards import ShardIndex, is_index, read_index
-from tpde.files.walk import FolderTree, follow, walk
+from tpde.files.walk import EXCLUDED, FolderTree, follow, walk
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)[^/]*\.safetensors")
@@ -141,6 +142,10 @@ def _index(tree: FolderTree, name: str) -> ShardIndex:
 def _nothing(tree: FolderTree, others: Collection[str]) -> InvalidInput:
     """The error for a directory that has no weights to pack."""
     where = str(tree.root)
+    if any(it.reason == EXCLUDED for it in tree.left_out):
+        with contextlib.suppress(TpdeError):
+            choose(walk(tree.root))
+            return InvalidInput(f"all weights of `{where}` are excluded", hint="exclude less", where=where)
     if others or any(last_of(it) == ADAPTER_CONFIG for it in tree.files):
         return InvalidInput(
             f"`{where}` holds an adapter, which PEFT and diffusers read, and no model",

@@ -160,6 +160,22 @@ MUTANTS = (
         "unit/test_verify.py",
     ),
     mutant(
+        "a-text-excludes-by-its-letters",
+        "files/walk.py",
+        "isinstance(exclude, Iterable) and not isinstance(exclude, str):\n",
+        "isinstance(exclude, Iterable):\n",
+        '`exclude="notes.txt"` leaves nothing out, or all with a name of one letter',
+        "integration/test_trees.py",
+    ),
+    mutant(
+        "weights-are-excluded-that-are-not-there",
+        "files/weight_files.py",
+        "            choose(walk(tree.root))\n",
+        "",
+        "a folder without weights is said to have had all of them excluded",
+        "unit/test_weight_files.py",
+    ),
+    mutant(
         "manifests-name-a-file-twice",
         "files/manifest.py",
         "unique=True)\n    except NotJson",
