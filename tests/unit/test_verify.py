@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import spoilt
 from support.contents import fill, rng
-from support.files import pack_bytes, safetensors_bytes
+from support.files import pack_bytes, safetensors_bytes, saved_again
 
 import tpde
 from tpde.codec.reference import parse_header
@@ -47,6 +47,16 @@ def test_another_header_is_another_source(tmp_path: Path) -> None:
     other = safetensors_bytes({"a": (SPEC, A)}, {"format": "np"})
     (message,) = said(tmp_path, one, other)
     assert "the source's header differs" in message
+
+
+def test_a_file_that_was_saved_again_equals_what_it_unpacks_to(tmp_path: Path) -> None:
+    source = safetensors_bytes({"b": (SPEC, B), "a": (SPEC, A)}, {"format": "pt"})
+    packed, plain = files(tmp_path, source)
+    packed.write_bytes(saved_again(packed.read_bytes()))
+    (problem,) = tpde.verify(packed, against=plain)
+    assert problem.message == "the source's header differs from the one that unpacking gives"
+    tpde.unpack(packed, tmp_path / "back")
+    assert tpde.verify(packed, against=tmp_path / "back") == []
 
 
 def test_tensors_that_only_one_has_are_named(tmp_path: Path) -> None:
@@ -193,7 +203,7 @@ def test_a_source_of_another_dtype_or_shape_is_told_once(tmp_path: Path) -> None
         source = safetensors_bytes({"a": (spec, A), "b": (SPEC, B)})
         found = said(tmp_path, source, safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)}))
         assert found == [
-            "the source's header differs from the one that was packed",
+            "the source's header differs from the one that unpacking gives",
             f"tensor `a` is BF16 [20000], but {spec.dtype} {list(spec.shape)} in the source",
         ]
 

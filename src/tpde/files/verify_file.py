@@ -86,8 +86,8 @@ def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corru
     for name in sorted(set(packed.specs).symmetric_difference(source.specs)):
         where = "packed" if name in source.specs else "source"
         yield Corrupt(f"tensor `{name}` is missing from the {where} file", tensor=name)
-    if packed.original is not None and packed.source_header() != source.container.header:
-        yield Corrupt("the source's header differs from the one that was packed")
+    if packed.source_header() != source.container.header:
+        yield Corrupt("the source's header differs from the one that unpacking gives")
 
 
 def _are_intact(

@@ -59,9 +59,17 @@ MUTANTS = (
     mutant(
         "the-sources-header-is-not-compared",
         "files/verify_file.py",
-        "    if packed.original is not None and packed.source_header() != source.container.header:\n",
+        "    if packed.source_header() != source.container.header:\n",
         "    if packed.original is None and packed.source_header() != source.container.header:\n",
         "a source with other metadata is the one that was packed",
+        _VERIFY,
+    ),
+    mutant(
+        "a-file-that-was-saved-again-has-any-header",
+        "files/verify_file.py",
+        "    if packed.source_header() != source.container.header:\n",
+        "    if packed.original is not None and packed.source_header() != source.container.header:\n",
+        "what unpacks to other bytes is said to be equal to its source",
         _VERIFY,
     ),
     mutant(
