@@ -61,13 +61,43 @@ def test_damage_is_found_before_anything_is_written() -> None:
         assert bits_of(old) == before
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is() -> None:
-    old = {"a": torch.randn(5), "b": torch.zeros(1).expand(5)}
-    delta = tpde.make_delta(old, {"a": old["a"] + 1, "b": torch.ones(5)})
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.zeros(1).expand(5),
+        torch.zeros(3, 1).expand(3, 4),
+        torch.zeros(101).unfold(0, 2, 1),
+        torch.zeros(9, 11).unfold(0, 3, 2),
+        torch.zeros(20).as_strided((4, 4), (1, 3)),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is(view: Any) -> None:
+    old = {"a": torch.randn(5), "b": view}
+    delta = tpde.make_delta(old, {"a": old["a"] + 1, "b": torch.rand(view.shape)})
     before = bits_of(old)
     with pytest.raises(InvalidInput, match="`b` is a view"):
         tpde.apply_delta(old, delta)
     assert bits_of(old) == before
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.zeros(9, 11).T,
+        torch.zeros(9, 11)[::2, 1::3],
+        torch.zeros(9, 11)[:, :1],
+        torch.zeros(4, 5, 6).permute(2, 0, 1)[1::2],
+        torch.zeros(4, 5, 6)[:, None, ::4].transpose(0, 2),
+        torch.zeros(9, 11).diagonal(),
+        torch.zeros(12).unfold(0, 3, 3)[:, ::2],
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(3, 0, 2).transpose(0, 2),
+    ],
+)
+def test_every_other_view_is_written(view: Any) -> None:
+    new = {"b": torch.rand(view.shape)}
+    tpde.apply_delta({"b": view}, tpde.make_delta({"b": view}, new))
+    assert bits_of({"b": view}) == bits_of(new)
 
 
 def test_one_memory_has_no_two_states() -> None:

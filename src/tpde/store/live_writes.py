@@ -62,16 +62,27 @@ def write_words(it: InPlace) -> None:
 
 def require_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a view that cannot be written where it lies."""
-    if tensor.is_contiguous():
-        repeats = False
-    else:
-        repeats = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if repeats or tensor.is_conj() or tensor.is_neg():
+    if _overlaps(tensor) or tensor.is_conj() or tensor.is_neg():
         raise InvalidInput(
             f"tensor `{name}` is a view that cannot be written where it lies; nothing was changed",
             hint="`.clone()` it first",
             where=name,
         )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a view may lie in one place: a step leads into what smaller steps reach.
+
+    Of views that slices, transposing and permuting make, it never does.
+    """
+    if tensor.is_contiguous():
+        return False
+    reached = 0
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and step <= reached:
+            return True
+        reached += (n - 1) * step
+    return False
 
 
 def refuse_conflicts(changes: list[Change], delta: str) -> None:

@@ -43,9 +43,25 @@ MUTANTS = (
     mutant(
         "views-that-repeat-are-written",
         "store/live_writes.py",
-        "repeats = any(n > 1 and step == 0",
-        "repeats = any(n < 1 and step == 0",
+        "        if n > 1 and step <= reached:\n",
+        "        if n < 1 and step <= reached:\n",
         "a tensor that cannot be written fails when others are",
+        _REFUSALS,
+    ),
+    mutant(
+        "views-that-overlap-are-written",
+        "store/live_writes.py",
+        "        reached += (n - 1) * step\n",
+        "",
+        "words of a view that overlaps itself get values of others",
+        _REFUSALS,
+    ),
+    mutant(
+        "views-whose-steps-are-in-no-order-are-refused",
+        "store/live_writes.py",
+        "in sorted(zip(tensor.stride(), tensor.shape, strict=True)):\n",
+        "in zip(tensor.stride(), tensor.shape, strict=True):\n",
+        "slices are said to be views that cannot be written",
         _REFUSALS,
     ),
     mutant(
