@@ -100,6 +100,26 @@ def test_every_other_view_is_written(view: Any) -> None:
     assert bits_of({"b": view}) == bits_of(new)
 
 
+@pytest.mark.parametrize("kind", ["weights", "empty", "folder"])
+def test_a_file_that_is_no_delta_is_none_and_not_damaged(kind: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "z.st", small_module()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    else:
+        save_file({"w": torch.ones(500)}, path)
+    packed = tpde.pack_module(small_module(), min_bytes=1)
+    for use in (
+        lambda: tpde.apply_delta(model, path),
+        lambda: tpde.apply_delta(packed, path),
+        lambda: tpde.nn.add_deltas(packed, {"a": path}),
+        lambda: tpde.patch(path, path, tmp_path / "out"),
+    ):
+        with pytest.raises(InvalidInput, match=r"` is no delta; name a file that `tpde diff` wrote$"):
+            use()
+
+
 def test_one_memory_has_no_two_states() -> None:
     model = small_module()
     with pytest.raises(InvalidInput, match="have the same memory, such as that of"):

@@ -19,7 +19,7 @@ from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SPARSE, WITH_BASE, TensorEntry
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype
 from tpde.io.sources import BytesSource, FileSource
-from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_file import DeltaFile, existing_delta
 from tpde.store.delta_state import other_base
 from tpde.store.device_deltas import is_resident
 from tpde.store.device_update import SparseChange, SparseChanges
@@ -63,7 +63,7 @@ class Delta:
         if isinstance(data, (bytes, bytearray, memoryview)):
             self.file = DeltaFile(BytesSource(data, "<delta>"))
         elif isinstance(data, (str, os.PathLike)):
-            self.file = DeltaFile(FileSource(data))
+            self.file = DeltaFile(FileSource(existing_delta(data)))
         else:
             raise InvalidArgument(
                 f"a delta is bytes or the path of a file, not a `{type(data).__name__}`",

@@ -232,4 +232,12 @@ MUTANTS = (
         "`ckpt export --force` replaces a model's own folder",
         "integration/checkpoints/test_checkpoint_exports.py",
     ),
+    mutant(
+        "any-file-is-a-delta-that-is-damaged",
+        "weights/delta_sources.py",
+        "DeltaFile(FileSource(existing_delta(data)))\n",
+        "DeltaFile(FileSource(data))\n",
+        "a file of weights, taken for a delta, is to be fetched again",
+        _REFUSALS,
+    ),
 )
