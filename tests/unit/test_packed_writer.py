@@ -159,6 +159,26 @@ def test_a_sample_decides(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0]
 
 
+def test_what_can_be_no_sample_is_refused(tmp_path: Path) -> None:
+    constant = torch.full((1 << 20,), 0.5)
+    with tpde.PackedWriter(tmp_path / "out", {"w": constant, "few": WEIGHT[:1, :1]}) as writer:
+        needed = sum(end - begin for begin, end in writer.sample_ranges("w"))
+        for name, size in (("w", 0), ("w", 64), ("w", needed - 1), ("w", needed + 1), ("few", 1)):
+            with pytest.raises(
+                InvalidArgument, match=rf"`{name}` has \d+ bytes, {size} were given"
+            ) as caught:
+                writer.plan(name, bytes(size))
+            assert caught.value.where == name
+        for part in (constant[:5], constant[5:]):
+            writer.write("w", part)
+            with pytest.raises(InvalidArgument, match="`w` comes when some of the tensor is written"):
+                writer.plan("w", bytes(needed))
+        assert not writer.plan("few", bytes(WEIGHT[:1, :1].nbytes))
+        writer.write("few", WEIGHT[:1, :1])
+    assert (tmp_path / "out").stat().st_size < constant.nbytes // 100
+    assert torch.equal(tpde.torch.load_file(tmp_path / "out")["w"], constant)
+
+
 def test_masked_arrays_are_refused(tmp_path: Path) -> None:
     masked = np.ma.MaskedArray([1.0, 2.0], [False, True])
     with tpde.PackedWriter(tmp_path / "y", {"w": masked}) as writer:

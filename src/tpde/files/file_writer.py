@@ -11,7 +11,7 @@ from typing import cast
 import xxhash
 
 from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor
+from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor, sample_ranges
 from tpde.files import writer_errors
 from tpde.files.packed_header import checked_metadata, data_start, packed_header
 from tpde.files.source_header import kept_header, restored_header
@@ -125,16 +125,14 @@ class FileWriter:
     def plan(self, name: str, sample: Buffer) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
-        Without this, its first bytes are the sample.
-
-        Parameters
-        ----------
-        name : str
-            The tensor.
-        sample : bytes-like
-            The bytes that `sample_ranges` of its spec name.
+        Parameters and errors are those of `tpde.PackedWriter.plan`.
         """
         data, spec = as_bytes(sample), self.spec(name)
+        if name in self._done or (self._now is not None and self._now[0] == name):
+            raise writer_errors.begun_already(name)
+        needed = sum(end - begin for begin, end in sample_ranges(spec))
+        if data.size != needed:
+            raise writer_errors.no_sample(name, data.size, needed)
         if not self.may_pack(name) or spec.nbytes < MIN_BYTES:
             self._plans[name] = None
             return False

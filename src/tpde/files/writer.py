@@ -88,6 +88,13 @@ class PackedWriter:
             The tensor.
         sample : bytes-like
             The bytes that `sample_ranges` names, one range after the other.
+
+        Raises
+        ------
+        InvalidArgument
+            If there are more or fewer, or some of the tensor is written already.
+        UnknownTensor
+            If no such tensor was announced.
         """
         return self._file.plan(name, sample)
 

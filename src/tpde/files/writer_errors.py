@@ -27,6 +27,26 @@ def written_already(name: str) -> InvalidArgument:
     return InvalidArgument(f"tensor `{name}` was written already", hint="write it once", where=name)
 
 
+def begun_already(name: str) -> InvalidArgument:
+    """The error for a sample that comes after what it is to decide."""
+    return InvalidArgument(
+        f"the sample of tensor `{name}` comes when some of the tensor is written",
+        hint="call `plan` before the first `write` of the tensor",
+        where=name,
+    )
+
+
+def no_sample(name: str, found: int, needed: int) -> InvalidArgument:
+    """The error for a sample of another size."""
+    return InvalidArgument(
+        f"a sample of tensor `{name}` has {needed} bytes, {found} were given",
+        hint="take the bytes that `sample_ranges` names, one range after the other",
+        where=name,
+        found=found,
+        needed=needed,
+    )
+
+
 def too_late(name: str) -> InvalidArgument:
     """The error for a tensor that comes after the end."""
     why = f"tensor `{name}` comes when the file is complete, or was given up"

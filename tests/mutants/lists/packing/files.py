@@ -71,6 +71,22 @@ MUTANTS = (
         "unit/test_writer_ends.py",
     ),
     mutant(
+        "samples-come-at-any-time",
+        "files/file_writer.py",
+        "        if name in self._done or (self._now is not None and self._now[0] == name):\n",
+        "        if name in self._done:\n",
+        "a sample that decides nothing any more is taken",
+        "unit/test_packed_writer.py",
+    ),
+    mutant(
+        "samples-have-any-size",
+        "files/file_writer.py",
+        "        if data.size != needed:\n",
+        "        if data.size > needed:\n",
+        "a tensor that shrinks is stored plain for a sample that is none",
+        "unit/test_packed_writer.py",
+    ),
+    mutant(
         "a-writers-thread-stays",
         "files/file_writer.py",
         "            self._background.shutdown()\n",
