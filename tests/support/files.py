@@ -61,7 +61,7 @@ class MemorySource:
 
     def __init__(self, data: bytes) -> None:
         self._file = PackedFile(data)
-        self.name = "<memory>"
+        self.name, self.size = "<memory>", len(data)
         self.specs = self._file.container.specs
         self.container = self._file.container
 

@@ -32,6 +32,19 @@ def there(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("kind", ["plain", "state.bin", "packed"])
+def test_a_source_may_be_removed_while_it_is_read(kind: str, there: Path) -> None:
+    if kind.endswith(".bin"):
+        torch = pytest.importorskip("torch", reason="reads state dicts")
+        torch.save({"w": torch.arange(5000.0)}, there / kind)
+    size = (there / kind).stat().st_size
+    done = (tpde.unpack if kind == "packed" else tpde.pack)(
+        there / kind, there / "out", progress=lambda _: (there / kind).unlink(missing_ok=True)
+    )
+    assert not (there / kind).exists()
+    assert (done.source_bytes, done.destination_bytes) == (size, (there / "out").stat().st_size)
+
+
 def test_summaries_say_what_was_done(there: Path) -> None:
     sizes = len(spoilt.PLAIN), len(spoilt.PACKED)
     packed = tpde.pack(there / "plain", there / "one")

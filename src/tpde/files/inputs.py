@@ -25,6 +25,7 @@ class TensorSource(Protocol):
     """Tensors that can be read at any offset, and the header to restore."""
 
     name: str
+    size: int
     specs: Mapping[str, TensorSpec]
     container: Container
 
@@ -59,7 +60,7 @@ class SafetensorsSource:
                 ),
                 where=str(path),
             )
-        self.name = str(path)
+        self.name, self.size = str(path), self._file.source.size
         self.container = self._file.container
         self.specs: Mapping[str, TensorSpec] = self.container.specs
 

@@ -59,7 +59,7 @@ def pack_opened(
     ) as writer:
         pack_tensors(opened, writer, progress)
     packed = writer.packed_names()
-    sizes = source.stat().st_size, destination.stat().st_size
+    sizes = opened.size, destination.stat().st_size  # the source may be gone by now
     return Result(str(source), str(destination), *sizes, len(opened.specs), len(packed)), packed
 
 

@@ -55,8 +55,8 @@ class StateDictSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
         self._file = FileSource(path)
+        self.name, self.size = str(path), self._file.size
         self._last = "", np.empty(0, np.uint8)
         try:
             self._tensors = _load(path, self._file)

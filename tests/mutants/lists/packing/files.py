@@ -71,6 +71,14 @@ MUTANTS = (
         "unit/test_writer_ends.py",
     ),
     mutant(
+        "a-source-is-looked-at-when-all-is-done",
+        "files/pack_file.py",
+        "    sizes = opened.size, ",
+        "    sizes = source.stat().st_size, ",
+        "`pack` fails, though the packed file is complete, where the source was removed meanwhile",
+        "unit/test_pack_unpack.py",
+    ),
+    mutant(
         "samples-come-at-any-time",
         "files/file_writer.py",
         "        if name in self._done or (self._now is not None and self._now[0] == name):\n",
