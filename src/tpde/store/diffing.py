@@ -50,8 +50,8 @@ def diff(
     Raises
     ------
     InvalidInput
-        If a state cannot be read; its subclasses say why. If the two share no tensor's name. If the base's
-        path, relative to the delta's folder, is not UTF-8.
+        If a state cannot be read; its subclasses say why. If both have tensors, and share no name of one. If
+        the base's path, relative to the delta's folder, is not UTF-8.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
     Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
@@ -103,7 +103,10 @@ def _refuse_unlike(base: State, target: State) -> None:
 
 
 def _refuse_unrelated(base: State, target: State) -> None:
-    """Refuse states without a name in common: the delta would hold all of the target, and need no base."""
+    """Refuse states without a name in common: the delta would hold all of the target, and need no base.
+
+    One without tensors is what it is on purpose.
+    """
     old, new = ([name for _, name in it.specs] for it in (base, target))
     if old and new and set(old).isdisjoint(new):
         raise InvalidInput(

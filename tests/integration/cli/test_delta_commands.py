@@ -118,6 +118,11 @@ def test_models_that_share_no_name_are_refused(run: Run, tmp_path: Path) -> None
     one = tmp_path / "one"
     one.write_bytes(safetensors_bytes({"a": (SPEC, fill("normal", SPEC)), "c": (SPEC, fill("normal", SPEC))}))
     assert run("diff", made[0], one, tmp_path / "delta").code == 0  # one name is enough
+    one.write_bytes(safetensors_bytes({}))
+    for base, target in ((made[0], one), (one, made[0])):  # and none, of what has none
+        assert run("diff", base, target, tmp_path / "delta", "--force").code == 0
+        assert run("patch", base, tmp_path / "delta", tmp_path / "back", "--force").code == 0
+        assert (tmp_path / "back").read_bytes() == target.read_bytes()
 
 
 def test_a_tensor_larger_than_memory_is_named(
