@@ -99,6 +99,11 @@ def test_kinds_of_files_have_names() -> None:
         (FileNotFoundError(errno.ENOENT, "No such file"), "create the folder first"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "choose another destination"),
         (OSError(errno.EROFS, "Read-only file system"), "choose another destination"),
+        (OSError(errno.EMFILE, "Too many open files"), "close some, or raise the limit (`ulimit -n`)"),
+        (
+            OSError(errno.ENFILE, "Too many open files in system"),
+            "close some, or raise the limit (`ulimit -n`)",
+        ),
     ],
 )
 def test_what_cannot_be_written_says_what_to_do(error: OSError, hint: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from support.contents import fill, spec_of
 from support.craft import bounded
 from support.files import pack_bytes, safetensors_bytes
 
-from tpde.errors import InvalidInput, TpdeError, Truncated
+from tpde.errors import InvalidDestination, InvalidInput, TpdeError, Truncated
 from tpde.files.operations import unpack
 from tpde.files.reader import PackedFile
+from tpde.io.sinks import FileSink
 from tpde.io.sources import BytesSource, FileSource, read
 
 
@@ -129,6 +131,20 @@ def test_names_that_no_file_can_have_are_refused(name: str, tmp_path: Path) -> N
         FileSource(str(tmp_path / name))
     assert caught.value.hint == "check the path"
     assert caught.value.message.count("cannot be opened") == 1
+
+
+def test_when_too_many_files_are_open_the_path_is_not_to_blame(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))  # what is open stays so
+    try:
+        with pytest.raises(InvalidInput, match="Too many open files") as reading:
+            FileSource(tmp_path / "x")
+        with pytest.raises(InvalidDestination, match="Too many open files") as writing:
+            FileSink(tmp_path / "y")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert reading.value.hint == writing.value.hint == "close some, or raise the limit (`ulimit -n`)"
 
 
 def test_what_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Paths that callers give."""
+"""Paths that callers give, and what to do when the system takes none."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -37,3 +38,10 @@ def anchored(path: Path) -> Path:
         return path.absolute()
     except OSError:  # the current folder is gone, and nothing can be found there
         return path
+
+
+def remedy(error: BaseException, otherwise: str) -> str:
+    """What to do when a file cannot be opened: where too many are open, another path does not help."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return "close some, or raise the limit (`ulimit -n`)"
+    return otherwise

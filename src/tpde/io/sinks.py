@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.io.buffers import Buffer, byte_view
-from tpde.io.paths import anchored, given_path
+from tpde.io.paths import anchored, given_path, remedy
 from tpde.io.rename import rename_new
 from tpde.io.temporary import clear_files, create, discard
 
@@ -108,7 +108,7 @@ def kind_of(mode: int) -> str:
 
 def unwritable(path: Path, error: OSError) -> InvalidDestination:
     """Say why a destination cannot be written, and what to do."""
-    hint = "choose another destination"
+    hint = remedy(error, "choose another destination")
     if isinstance(error, PermissionError):
         hint = "change its permissions, or choose another destination"
     elif isinstance(error, FileNotFoundError) and not path.parent.is_dir():

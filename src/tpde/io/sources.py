@@ -13,6 +13,7 @@ import numpy as np
 
 from tpde.errors import InvalidInput, Truncated
 from tpde.io.buffers import Buffer, byte_view
+from tpde.io.paths import remedy
 
 _LARGE = 1 << 20  # bytes whose copy takes longer than NumPy takes to begin
 
@@ -82,7 +83,8 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         ) from None
     except (ValueError, OSError) as error:  # what can be no file's name
         what = getattr(error, "strerror", None) or error  # without the name, which it has, too
-        raise InvalidInput(f"`{name}` cannot be opened ({what})", hint="check the path", where=name) from None
+        hint = remedy(error, "check the path")
+        raise InvalidInput(f"`{name}` cannot be opened ({what})", hint=hint, where=name) from None
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)

@@ -80,6 +80,14 @@ MUTANTS = (
         "unit/test_source.py",
     ),
     mutant(
+        "the-path-is-to-blame",
+        "io/paths.py",
+        "in (errno.EMFILE, errno.ENFILE):\n",
+        "in (errno.EMFILE,):\n",
+        "where the system has too many open files, another path is asked for",
+        "unit/test_destinations.py",
+    ),
+    mutant(
         "a-dropped-source-stays-open",
         "io/sources.py",
         "    def __del__(self) -> None:\n",
