@@ -26,8 +26,10 @@ def temporary_name(path: Path) -> Path:
 
 def _start(path: Path) -> str:
     """What temporary names for a path begin with."""
-    stem = os.fsencode(path.name)[: _MAX_NAME - len(f"..01234567{_ENDING}")]
-    return f".{stem.decode('utf-8', 'ignore')}."
+    stem, most = path.name, _MAX_NAME - len(f"..01234567{_ENDING}")
+    while len(os.fsencode(stem)) > most:
+        stem = stem[:-1]
+    return f".{stem}."
 
 
 def is_temporary(name: str) -> bool:

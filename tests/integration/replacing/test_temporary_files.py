@@ -163,11 +163,29 @@ def test_a_source_with_a_temporary_name_beside_the_destination_is_refused(
 
 
 def test_a_temporary_name_fits(tmp_path: Path) -> None:
-    for name in ("a" * 255, "é" * 127):
+    for name in ("a" * 255, "é" * 127, "x" + "é" * 127):
         found = temporary.temporary_name(tmp_path / name)
-        assert len(os.fsencode(found.name)) <= 255
+        assert 253 < len(os.fsencode(found.name)) <= 255
+        assert found.name.encode().startswith(f".{name[:9]}".encode()), "no character is cut"
         FileSink(tmp_path / name).commit()
         assert (tmp_path / name).exists()
+
+
+def test_temporary_names_of_names_that_are_not_text_are_told_apart(tmp_path: Path) -> None:
+    one, other = (tmp_path / os.fsdecode(it) for it in (b"\xfe", b"\xff"))
+    assert temporary.stands_for(temporary.temporary_name(one), one)
+    assert not temporary.stands_for(temporary.temporary_name(one), other)
+
+
+def test_names_that_the_locale_has_no_letters_for_are_written(model: Path, tmp_path: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shutil.copy(model / "model.safetensors", tmp_path / "alone.safetensors")
+    for source, there in (("model", "über"), ("alone.safetensors", "ü.safetensors")):
+        for command, *places in (("pack", source, there), ("unpack", there, f"{there}.back")):
+            call = [sys.executable, "-m", "tpde", command, *places]
+            subprocess.run(call, cwd=tmp_path, env=os.environ | environment, check=True, timeout=100)
+    assert content(tmp_path / "über.back") == content(model)
+    assert (tmp_path / "ü.safetensors.back").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
 def test_whoever_cleans_up_in_between_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,14 @@ MUTANTS = (
         _RENAME,
     ),
     mutant(
+        "temporary-names-are-in-no-locale",
+        "io/temporary.py",
+        "    while len(os.fsencode(stem)) > most:\n        stem = stem[:-1]\n",
+        "    stem = os.fsencode(stem)[:most].decode('utf-8', 'ignore')\n",
+        "where the locale has no letter of a name, nothing of that name is written",
+        "integration/replacing/test_temporary_files.py",
+    ),
+    mutant(
         "others-temporary-files-are-removed",
         "io/temporary.py",
         "                left = _lock(descriptor)\n",
