@@ -253,6 +253,14 @@ def test_a_place_where_no_picture_can_be_is_told(tmp_path: Path) -> None:
         assert told.value.where == str(path)
 
 
+@pytest.mark.parametrize("name", ["a.jpg", "a", "png"])
+def test_a_picture_has_no_name_of_another_kind(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidDestination, match=rf"{name}` is not the name of a PNG .* name it .*\.png`$"):
+        plot(report([tensor("a", 1.5)]), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    plot(report([tensor("a", 1.5)]), tmp_path / "a.PNG")
+
+
 # ---- what is there already
 
 

@@ -22,6 +22,7 @@ MAX_TENSORS = 400
 MAX_ROWS = 100  # of one column
 MAX_HISTOGRAMS = 4
 MAX_LABEL = 49  # characters
+SUFFIX = ".png"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"  # of a PNG file
 
 # Told apart by readers who see colours differently (Okabe and Ito's palette).
@@ -51,7 +52,8 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     report : Report
         What `inspect` gave; with `histogram=True` for the histogram.
     path : path-like
-        The file. An existing picture is replaced when the new one is complete, other files never.
+        The file, whose name ends in `.png`. An existing picture is replaced when the new one
+        is complete, other files never.
 
     Raises
     ------
@@ -88,6 +90,12 @@ def _refuse(path: Path, report: Report) -> None:
         raise InvalidDestination(
             f"`{path}` exists already and is no PNG file, and a picture replaces nothing else",
             hint="remove it, or choose another file",
+            where=str(path),
+        )
+    if path.suffix.lower() != SUFFIX:
+        raise InvalidDestination(
+            f"`{path}` is not the name of a PNG file, which a picture is",
+            hint=f"name it `{path.with_suffix(SUFFIX)}`",
             where=str(path),
         )
 
