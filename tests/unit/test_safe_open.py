@@ -7,6 +7,8 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,16 @@ def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
     for use in (lambda: opened.get_tensor("F32"), lambda: part[0]):
         with pytest.raises((OSError, ValueError)):
             use()
+
+
+def test_a_file_that_is_still_open_when_the_interpreter_ends_says_nothing(tmp_path: Path) -> None:
+    """PyTorch has modules of ours end before their objects."""
+    (tmp_path / "x").write_bytes(FILE)
+    code = "import sys, tpde, torch; opened = tpde.safe_open(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x"], capture_output=True, text=True, timeout=110, check=True
+    )
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -147,6 +147,9 @@ class FileSource:
             where=self.name,
         )
 
+    # When the interpreter ends, what modules hold may be gone before the last file.
+    _close = staticmethod(os.close)
+
     def __del__(self) -> None:
         self.close()
 
@@ -158,7 +161,7 @@ class FileSource:
         """Close the file."""
         descriptor, self._fd = getattr(self, "_fd", -1), -1
         if descriptor >= 0:
-            os.close(descriptor)
+            self._close(descriptor)
 
 
 class BytesSource:

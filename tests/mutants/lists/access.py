@@ -74,6 +74,14 @@ MUTANTS = (
         _SAFE_OPEN,
     ),
     mutant(
+        "open-files-at-the-end-of-the-interpreter",
+        "io/sources.py",
+        "            self._close(descriptor)\n",
+        "            os.close(descriptor)\n",
+        "each file that is still open when the interpreter ends prints a traceback",
+        _SAFE_OPEN,
+    ),
+    mutant(
         "steps-of-any-size",
         "access.py",
         "min(step, max(size, 1))))",
