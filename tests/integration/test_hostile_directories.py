@@ -93,14 +93,33 @@ def test_architectures_that_are_no_models(folder: Path, names: Any) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"model_type": "unheard"}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"hidden_act": "unheard"}],
+    [
+        {"model_type": "unheard"},
+        {"hidden_size": "x"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "unheard"},
+        {"rope_parameters": {"rope_type": "unheard"}},
+        {"vocab_size": -1},
+        {"dtype": "unheard"},
+    ],
 )
-def test_plans_of_models_that_transformers_does_not_make(folder: Path, values: dict[str, Any]) -> None:
+def test_models_that_transformers_does_not_make(folder: Path, values: dict[str, Any]) -> None:
     edit_json(folder / "config.json", **values)
-    found = _plan(folder)
-    assert found.exit_code == USAGE
-    assert "transformers makes no model of" in found.stderr
-    assert "Traceback" not in found.stderr
+    found = [_plan(folder)]
+    if "model_type" not in values:  # else the class that it names is made all the same
+        _refused(folder, "transformers makes no model of")
+        found += [invoke("run", folder, task, "a") for task in ("--prompt", "--embed")]
+    for it in found:
+        assert it.exit_code == USAGE
+        assert "transformers makes no model of" in it.stderr
+        assert "Traceback" not in it.stderr
+
+
+@pytest.mark.parametrize("version", ["1", True, None, 1.0])
+def test_versions_that_are_no_integers(folder: Path, version: Any) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": "tpde", "version": version})
+    _refused(folder, "`version` in the `quantization_config` is .*, which is no integer")
+    assert "which is no integer" in _plan(folder).stderr
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(Model([1]))
 
 
-@pytest.mark.parametrize("error", [OSError, ValueError, ImportError, KeyError, AttributeError])
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyError, TypeError])
 def test_a_folder_without_a_tokenizer(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +171,7 @@ def test_a_folder_without_a_tokenizer(
         assert folder == tmp_path
         raise error("there is none\nat all")
 
+    transformers.T5Config().save_pretrained(tmp_path)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(
         InvalidInput, match=r"has no tokenizer that transformers can load .*there is none"
@@ -186,6 +187,20 @@ def test_a_tokenizer_made_of_nothing_is_refused(kind: str, tmp_path: Path) -> No
     with pytest.raises(InvalidInput, match="has no tokenizer that transformers can load") as caught:
         load_tokenizer(tmp_path)
     assert "tokenizer.json" in str(caught.value.hint)
+
+
+def test_a_configuration_that_has_no_tokenizer_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "dtype": "unheard"}')
+    with pytest.raises(InvalidInput, match=r"makes no model of .*config\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"model": 5}'])
+def test_a_tokenizer_that_is_none(text: str, tmp_path: Path) -> None:
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InvalidInput, match="has no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_of_bytes_is_taken(tmp_path: Path) -> None:

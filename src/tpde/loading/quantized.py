@@ -26,10 +26,19 @@ class PackedConfig:
     UnsupportedVersion
         If the weights were packed by a newer tpde.
     InvalidInput
-        If the model was quantized before it was packed: its quantizer and this one cannot both load it.
+        If the version is no integer. If the model was quantized before it was packed: its quantizer and this
+        one cannot both load it.
     """
 
     def __init__(self, version: int = VERSION, source: Any = None, **_: Any) -> None:
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise InvalidInput(
+                f"`version` in the `quantization_config` is {version!r:.50}, which is no integer",
+                hint="mend the model's `config.json`, or fetch it again",
+                where="version",
+                found=version,
+                needed=VERSION,
+            )
         if version != VERSION:
             raise UnsupportedVersion(
                 f"the weights have format version {version}; this tpde reads version {VERSION}",

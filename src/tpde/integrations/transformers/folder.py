@@ -13,9 +13,10 @@ from tpde.files.documents import json_object
 from tpde.files.inputs import resolve
 from tpde.files.shards import read_index
 from tpde.files.weight_files import not_packed
-from tpde.format.constants import METHOD
+from tpde.format.constants import METHOD, VERSION
 from tpde.frameworks import torch_dtype
 from tpde.loading.checkpoint_files import Checkpoint
+from tpde.loading.quantized import PackedConfig
 
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -47,9 +48,11 @@ def model_directory(
     Raises
     ------
     InvalidInput
-        If there is none, or it is no model, or one that is quantized or whose weights are in pickles.
+        If there is none, or it is no model, or one that is or was quantized or whose weights are in pickles.
     NotPacked
         If it is not packed.
+    UnsupportedVersion
+        If it was packed by a newer tpde.
     """
     folder = resolve(path, **hub) / subfolder
     if not folder.is_dir():
@@ -60,6 +63,7 @@ def model_directory(
         )
     said = _quantization(read_config(folder))
     if isinstance(said, dict) and said.get("quant_method") == METHOD:
+        PackedConfig(said.get("version", VERSION), said.get("source"))  # raises where it cannot be loaded
         return folder, said
     if not pack:
         raise not_packed(

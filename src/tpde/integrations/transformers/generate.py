@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, TextStreamer
 
 from tpde.errors import InvalidInput
 from tpde.integrations.transformers.run_memory import explained
+from tpde.integrations.transformers.skeleton import config_of
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ def load_tokenizer(folder: Path) -> Any:
     Raises
     ------
     InvalidInput
-        If there is none that transformers can load.
+        If there is none that transformers can load, which reads `config.json` for it, too.
     """
     try:
         found = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+    except Exception as error:  # of any kind, where `tokenizer.json` holds something else
+        config_of(folder)  # which raises an error of ours if `config.json` is why
         first = str(error).strip().partition("\n")[0]
         raise _no_tokenizer(folder, first) from None
     if _has_no_words(found):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, TpdeError
 from tpde.format.constants import METHOD
 from tpde.integrations.transformers.folder import model_directory, read_config, require_files
 from tpde.integrations.transformers.keywords import suggesting
@@ -227,6 +227,7 @@ def load_model(
     """`from_pretrained`, with a budget that was read before."""
     from tpde.integrations.transformers.config import TpdeConfig
     from tpde.integrations.transformers.load_target import loading_to
+    from tpde.integrations.transformers.skeleton import skeleton
 
     if deltas is not None:
         check_names(deltas)
@@ -285,7 +286,14 @@ def load_model(
         collecting_later(),
         loading_to(target, budget, progress, deltas, kernels, pack),
     ):
-        model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, **kwargs)
+        try:
+            model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, **kwargs)
+        except TpdeError:
+            raise
+        except Exception:
+            if kwargs.keys().isdisjoint(("config", "trust_remote_code")):
+                skeleton(folder, kind)  # which raises an error of ours if `config.json` is why
+            raise
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()
     return model

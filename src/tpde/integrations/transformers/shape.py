@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tpde.errors import InvalidInput, TpdeError
-from tpde.integrations.transformers.folder import require_files, stored_dtype, weight_files
-from tpde.integrations.transformers.internals import conversion_mapping, on_meta
+from tpde.integrations.transformers.folder import require_files, weight_files
+from tpde.integrations.transformers.internals import conversion_mapping
 from tpde.integrations.transformers.load_model import model_class_of
+from tpde.integrations.transformers.skeleton import skeleton
 from tpde.integrations.transformers.weight_map import WeightMap, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
 
@@ -35,20 +33,8 @@ def opened_shape(folder: Path, *, pack: bool = False) -> Iterator[tuple[Any, Che
     InvalidInput, NotPacked, Truncated, Corrupt, UnsupportedVersion
         If it cannot be loaded.
     """
-    from transformers import AutoConfig
-
     kind = model_class_of(folder)
     require_files(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else stored_dtype(folder)
-        model = on_meta(kind, config, dtype)
-    except TpdeError:
-        raise
-    except Exception as error:
-        raise InvalidInput(
-            f"transformers makes no model of `{folder / 'config.json'}` ({type(error).__name__}: {error})",
-            hint="mend it, or fetch it again",
-        ) from error
+    model, dtype = skeleton(folder, kind)
     with Checkpoint(weight_files(folder), pack=pack) as checkpoint:
         yield model, checkpoint, map_weights(model, checkpoint, conversion_mapping(model), dtype)
