@@ -83,6 +83,12 @@ def test_padding_is_not_pooled(how: str, expected: Any) -> None:
     assert torch.allclose(pooled(how, normalize=True), wanted / wanted.norm(dim=1, keepdim=True))
 
 
+@pytest.mark.parametrize("texts", [[""], ["", ""], ["a"] * 32 + [""]])
+def test_texts_without_tokens_are_refused(texts: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="have no tokens"):
+        embed(Encoder(), Tokenizer(), texts, Recipe("mean", False, None))
+
+
 def test_a_text_without_tokens_is_nothing() -> None:
     class Empty(Tokenizer):
         def __call__(self, texts: list[str], **options: Any) -> Took:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tpde.nn.kernels import Kernels
     from tpde.planning.budget import Budget
 
+_COLDEST = 1e-4  # logits are divided by it in fp32: those of any model stay far from what that holds
+
 
 @guard
 def run(
@@ -113,6 +115,14 @@ def run(
       tpde run minilm-packed --embed "a sentence" "another one"
     """
     _check_task(texts or [], prompt, embed)
+    if 0 < temperature < _COLDEST:
+        raise InvalidInput(
+            f"a temperature of {temperature} makes numbers that overflow",
+            hint=f"pass 0, which takes the likeliest token, or {_COLDEST} and more",
+            where="--temperature",
+            found=temperature,
+            needed=_COLDEST,
+        )
     if trace is not None and vram is None:
         raise InvalidInput(
             "`--trace` is of weights that are streamed", hint="pass `--vram` as well, or leave it out"
@@ -146,23 +156,11 @@ def run(
         )
     peak = Peak(where)
     start = {"model": model, "device": str(where), "kernels": kernels, "pack": pack}
+    given = folder, where, budget, peak, start
     if prompt is not None:
-        _generate(
-            folder,
-            where,
-            budget,
-            peak,
-            start,
-            prompt,
-            max_new_tokens,
-            temperature,
-            seed,
-            trace,
-            stats,
-            as_json,
-        )
+        _generate(*given, prompt, max_new_tokens, temperature, seed, trace, stats, as_json)
     else:
-        _embed(folder, where, budget, peak, start, texts or [], trace, stats, as_json)
+        _embed(*given, texts or [], trace, stats, as_json)
 
 
 def _check_task(texts: Sequence[str], prompt: str | None, embed: bool) -> None:

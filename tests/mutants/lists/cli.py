@@ -197,6 +197,14 @@ MUTANTS = (
         "integration/test_run_command.py",
     ),
     mutant(
+        "temperatures-of-any-size",
+        "cli/run.py",
+        "    if 0 < temperature < _COLDEST:",
+        "    if temperature < 0:",
+        "a tiny temperature ends with an error of PyTorch",
+        "integration/test_run_command.py",
+    ),
+    mutant(
         "doctors-see-only-some",
         "cli/doctor.py",
         "healthy = all(c.status == OK_STATUS for c in checks if c.required)",

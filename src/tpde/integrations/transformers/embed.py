@@ -116,7 +116,7 @@ def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> t
     Raises
     ------
     InvalidInput
-        If the model has no hidden states to pool.
+        If the model has no hidden states to pool, or no text of a batch has tokens.
     OutOfMemory
         If the device has too little free memory.
     """
@@ -131,6 +131,8 @@ def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> t
         inputs = tokenizer(
             list(texts[at : at + BATCH]), padding=True, truncation=True, max_length=limit, return_tensors="pt"
         ).to(model.device)
+        if not inputs["input_ids"].shape[1]:
+            raise InvalidInput("the texts to embed have no tokens", hint="give texts that are not empty")
         with torch.inference_mode(), explained(model.device, "embedding"):
             hidden = getattr(model(**inputs), "last_hidden_state", None)
             if hidden is None:

@@ -285,4 +285,12 @@ MUTANTS = (
         "`tpde plan` plans what `tpde run` refuses",
         "integration/test_hostile_directories.py",
     ),
+    mutant(
+        "texts-without-tokens-are-embedded",
+        "integrations/transformers/embed.py",
+        '        if not inputs["input_ids"].shape[1]:\n',
+        '        if inputs["input_ids"] is None:\n',
+        "an empty text to embed ends with an error of PyTorch",
+        "unit/test_embed.py",
+    ),
 )
