@@ -6,18 +6,22 @@ import math
 import os
 from collections.abc import Iterator
 from types import EllipsisType
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidArgument, InvalidIndex, InvalidInput, UnsupportedDtype
 from tpde.files.reader import PackedFile
+from tpde.files.target_device import target_device
 from tpde.files.tensor_reader import StoredTensor
 from tpde.files.thread_count import check_threads
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_numpy, to_torch
+
+if TYPE_CHECKING:
+    import torch
 
 Framework = Literal["pt", "torch", "np", "numpy"]
 Index = int | np.integer[Any] | slice | EllipsisType
@@ -36,8 +40,8 @@ class safe_open:
         The file, or the bytes of one.
     framework : {"pt", "torch", "np", "numpy"}
         What tensors are made of.
-    device : str
-        Where PyTorch tensors go; they are decoded on the CPU, and then copied.
+    device : str, int or torch.device, optional
+        Where PyTorch tensors go; they are decoded on the CPU, and then copied. A number is that of a GPU.
     threads : int, optional
         How many threads decode; by default one for each processor.
 
@@ -45,6 +49,8 @@ class safe_open:
     ------
     Truncated, NotSafetensors, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
         If the file cannot be read.
+    UnsupportedDevice
+        If the device is none, or not there.
 
     Examples
     --------
@@ -59,7 +65,7 @@ class safe_open:
         self,
         filename: str | os.PathLike[str] | bytes | bytearray | memoryview,
         framework: Framework = "pt",
-        device: str = "cpu",
+        device: str | int | torch.device | None = "cpu",
         *,
         threads: int | None = None,
     ) -> None:
@@ -70,14 +76,17 @@ class safe_open:
                 where="framework",
                 found=framework,
             )
-        if framework in ("np", "numpy") and device != "cpu":
+        device = "cpu" if device is None else device
+        elsewhere = str(device) != "cpu"
+        if framework in ("np", "numpy") and elsewhere:
             raise InvalidArgument(
                 f"NumPy arrays live on the CPU, not on `{device!s:.50}`",
                 hint='leave `device` out, or pass `framework="pt"`',
                 where="device",
                 found=device,
             )
-        self._framework, self._device = framework, device
+        self._framework = framework
+        self._device = target_device(device) if elsewhere else None
         self._threads = check_threads(threads)
         self._file = PackedFile(filename)
 
@@ -113,7 +122,7 @@ class safe_open:
         return TensorSlice(self._file.tensor(name), self._framework, self._threads, self._place)
 
     def _place(self, tensor: Any) -> Any:
-        return tensor if self._device == "cpu" else tensor.to(self._device)
+        return tensor if self._device is None else tensor.to(self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())

@@ -118,7 +118,10 @@ def save(
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: str | torch.device = "cpu", *, threads: int | None = None
+    filename: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    threads: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of a packed (or plain) file.
 
@@ -126,7 +129,7 @@ def load_file(
     ----------
     filename : path-like
         The file.
-    device : str or torch.device
+    device : str, int or torch.device
         Where the tensors go.
     threads : int, optional
         By default one for each processor.
@@ -140,8 +143,10 @@ def load_file(
     ------
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
         If the file cannot be read.
+    UnsupportedDevice
+        If the device is none, or not there.
     """
-    with safe_open(filename, framework="pt", device=str(device), threads=threads) as file:
+    with safe_open(filename, framework="pt", device=device, threads=threads) as file:
         return {name: file.get_tensor(name) for name in file}
 
 
@@ -208,7 +213,7 @@ def load_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],
     strict: bool = True,
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
 ) -> tuple[set[str], list[str]]:
@@ -222,7 +227,7 @@ def load_model(
         The file.
     strict : bool
         Refuse a file that lacks tensors of the model, or has others.
-    device : str or torch.device
+    device : str, int or torch.device
         Where tensors are decoded before they are copied into the model.
     threads : int, optional
         By default one for each processor.
@@ -242,6 +247,8 @@ def load_model(
         If a packed weight has other bits: nothing is loaded then.
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
         If the file cannot be read.
+    UnsupportedDevice
+        If the device is none, or not there.
     """
     own, state = model.state_dict(), load_file(filename, device, threads=threads)
     there = {_identity(own[name]) for name in state if name in own}

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.errors import InvalidInput, UnsupportedDevice  # noqa: E402
+from tpde.files.target_device import target_device  # noqa: E402
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread  # noqa: E402
 from tpde.loading.devices import WITHOUT_BUDGET, check_gpu, checked_device, map_entry  # noqa: E402
 
@@ -50,6 +51,9 @@ def test_devices_that_are_there(named: Any, found: str) -> None:
     [
         ("gpu", "`gpu` is no device"),
         (-1, "is no device"),
+        (True, "`True` is no device"),
+        (5.5, r"`5\.5` is no device"),
+        (torch.float16, r"`torch\.float16` is no device"),
         ("meta", "not on `meta`"),
         ("mps", "not on `mps`"),
         (2, "there is no `cuda:2`, the last device is `cuda:1`"),
@@ -69,6 +73,16 @@ def test_a_pytorch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedDevice, match="leave it out to run on the CPU, or see what `tpde doctor`"):
         checked_device("cuda", WITHOUT_BUDGET)
     assert checked_device("cpu") == checked_device(None) == CPU
+
+
+def test_a_device_for_tensors() -> None:
+    """Of any kind that PyTorch has."""
+    assert target_device("meta") == torch.device("meta")
+    assert target_device(CPU) == CPU
+    for named in ("hip", "mtia:0"):  # of other builds of PyTorch
+        with pytest.raises(UnsupportedDevice, match=f"PyTorch can put no tensors on `{named}`") as caught:
+            target_device(named, "map_location")
+        assert caught.value.where == "map_location"
 
 
 def test_a_budget_of_a_gpu_is_for_one() -> None:

@@ -21,7 +21,7 @@ from support.files import container, pack_bytes, safetensors_bytes
 
 import tpde
 import tpde.numpy
-from tpde.errors import InvalidInput, UnsupportedDtype
+from tpde.errors import InvalidInput, UnsupportedDevice, UnsupportedDtype
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
 
@@ -167,6 +167,27 @@ def test_leaving_the_block_closes(failing: bool, tmp_path: Path) -> None:
 def test_arrays_are_on_no_device(framework: Any, device: str) -> None:
     with pytest.raises(ValueError, match=f"NumPy arrays live on the CPU, not on `{device}`"):
         tpde.safe_open(FILE, framework=framework, device=device)
+
+
+@pytest.mark.parametrize("device", ["foo", 5.5, torch.float16, -1, True, "hip", 1000])
+def test_devices_that_are_none_or_not_there_are_refused(device: Any, tmp_path: Path) -> None:
+    """A dtype would be cast to, and a float taken for the CPU."""
+    (tmp_path / "x").write_bytes(spoilt.PACKED)
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: tpde.safe_open(tmp_path / "x", device=device),
+        lambda: tpde.torch.load_file(tmp_path / "x", device=device),
+        lambda: tpde.torch.load_model(torch.nn.Linear(1, 1), tmp_path / "x", device=device),
+    )
+    for read in reads:
+        with pytest.raises(UnsupportedDevice):
+            read()
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_the_cpu_has_some_names(framework: Any, device: Any) -> None:
+    with tpde.safe_open(FILE, framework=framework, device=device) as opened:
+        assert bits_of(opened.get_tensor("F32")) == bits_of(by_numpy("F32"))
 
 
 @pytest.mark.parametrize("framework", ["tf", "", "PT", None])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, UnsupportedDevice
+from tpde.files.target_device import parse_device
 from tpde.loading.machine import current
 
 ON_CPU = 'run on the CPU with `device="cpu"` (`--device cpu`)'
@@ -32,13 +33,7 @@ def checked_device(device: str | int | torch.device | None, instead: str = ON_CP
     machine = current()
     if device is None:
         return machine.gpu() or torch.device("cpu")
-    name = f"cuda:{device}" if isinstance(device, int) else device
-    try:
-        found = torch.device(name)  # a number alone is refused where there is no GPU
-    except RuntimeError:
-        raise UnsupportedDevice(
-            f"`{device}` is no device", hint="use `cpu`, `cuda` or `cuda:N`", where="device"
-        ) from None
+    found = parse_device(device)
     if found.type not in ("cpu", "cuda"):
         raise UnsupportedDevice(
             f"packed weights run on `cpu` and `cuda`, not on `{found.type}`", hint="use one of these"

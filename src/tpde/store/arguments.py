@@ -35,23 +35,3 @@ def step_number(step: Any) -> int:
         If it is none.
     """
     return whole_number("step", step, 0, MAX_STEP)
-
-
-def device_of(map_location: Any) -> Any:
-    """Where tensors go, as a device.
-
-    Raises
-    ------
-    InvalidInput
-        If it is none.
-    """
-    if map_location is None:
-        return None
-    import torch
-
-    try:
-        return torch.device(map_location)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInput(
-            f"map_location is {map_location!r}", hint="name a device, such as `cuda:0`"
-        ) from error

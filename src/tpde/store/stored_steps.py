@@ -10,8 +10,9 @@ from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, TpdeError
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
+from tpde.files.target_device import target_device
 from tpde.format.delta_head import TensorEntry
-from tpde.store.arguments import device_of, step_number
+from tpde.store.arguments import step_number
 from tpde.store.chain import close_links, name_of, open_links, open_step, state_of, steps_in
 from tpde.store.export import export_state
 from tpde.store.rebuild_state import rebuild
@@ -55,7 +56,7 @@ class StoredSteps:
             By default the newest.
         part : str, optional
             Of a state that is a dict, the key of which the value is wanted alone.
-        map_location : torch.device or str, optional
+        map_location : torch.device, str or int, optional
             Where tensors go, one by one. By default they are in the processor's memory, wherever they were.
 
         Returns
@@ -71,9 +72,11 @@ class StoredSteps:
             If a file is gone on which it stands.
         Truncated, Corrupt, UnsupportedVersion
             If a file is damaged, naming it and the tensor.
+        UnsupportedDevice
+            If `map_location` is no device, or it is not there.
         """
         self.wait()
-        place = device_of(map_location)
+        place = None if map_location is None else target_device(map_location, "map_location")
         links = open_links(self.directory, self._step(step))
         state = state_of(links)
         try:

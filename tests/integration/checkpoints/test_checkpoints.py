@@ -12,7 +12,7 @@ from support.training import check, equal, filled, training, write_step
 
 import tpde
 from tpde import CheckpointStore
-from tpde.errors import Corrupt, InvalidInput, TpdeError
+from tpde.errors import Corrupt, InvalidInput, TpdeError, UnsupportedDevice
 from tpde.io.sinks import FileSink
 from tpde.store.chain import STEP, TREE, name_of, open_step
 from tpde.store.delta_file import DeltaFile
@@ -173,7 +173,6 @@ def test_other_files_are_left_alone(tmp_path: Path, name: str) -> None:
         (lambda store: store.save(10**18, {}), "step is"),
         (lambda store: store.save(4, object()), "not stored"),
         (lambda store: store.load(2), "no step 2"),
-        (lambda store: store.load(3, map_location="nowhere"), "map_location"),
         (lambda store: store.export(9, "/nowhere/out"), "no step 9"),
         (lambda store: store.prune(0), "keep is 0"),
         (lambda store: store.prune(drop=[2]), "no step 2"),
@@ -195,6 +194,15 @@ def test_wrong_calls_are_refused_and_change_nothing(
         assert {it.name: it.read_bytes() for it in tmp_path.iterdir()} == before
         store.save(np.int64(4), {"x": 4})
         assert store.load() == {"x": 4}
+
+
+@pytest.mark.parametrize("device", ["nowhere", "hip", 1000, 5.5])
+def test_devices_that_are_not_there_are_refused(tmp_path: Path, device: Any) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, {"x": torch.ones(3)})
+        with pytest.raises(UnsupportedDevice) as caught:
+            store.load(3, map_location=device)
+        assert caught.value.where == "map_location"
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
