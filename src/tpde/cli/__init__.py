@@ -115,7 +115,7 @@ def main() -> None:
 def _usage(error: Any) -> int:
     """Report a command line that is no command."""
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(error.ctx.get_help(), file=sys.stderr)
+        common.tell(error.ctx.get_help())
         return common.USAGE
     common.say("error", error.format_message(), "1;31")
     where = error.ctx.command_path if error.ctx is not None else "tpde"

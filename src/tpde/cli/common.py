@@ -82,10 +82,17 @@ def coloured(stream: Any) -> bool:
     return terminal(stream) and not os.environ.get("NO_COLOR")
 
 
+def tell(text: str) -> None:
+    """Print on stderr. What cannot be said there, as on a full disk, is not said, and nothing fails."""
+    if sys.stderr is not None:  # closed by the caller; `print` would take stdout
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
 def say(kind: str, text: str, colour: str = "1") -> None:
     """Print a line such as `error: ...` on stderr."""
     label = f"\033[{colour}m{kind}:\033[0m" if coloured(sys.stderr) else f"{kind}:"
-    print(f"{label} {clean(text)}", file=sys.stderr, flush=True)
+    tell(f"{label} {clean(text)}")
 
 
 def say_left_out(things: Sequence[LeftOut]) -> None:
@@ -155,7 +162,7 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
             if sys.stdout is not None:  # closed by the caller
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            print("interrupted; no half-written file is left", file=sys.stderr, flush=True)
+            tell("interrupted; no half-written file is left")
             code = INTERRUPTED
         except BrokenPipeError as error:
             code = unwritten(error)

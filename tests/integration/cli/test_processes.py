@@ -187,6 +187,25 @@ def test_help_that_its_disk_has_no_room_for(args: list[str], unbuffered: str) ->
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs `/dev/full`")
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(
+    ("args", "code", "lines"),
+    [("pack none out", 2, 0), ("pack small out", 0, 1), ("pack --none", 2, 0), ("pack", 2, 0)],
+)
+def test_what_cannot_be_said_changes_no_exit_code(
+    args: str, code: int, lines: int, closed: bool, tmp_path: Path
+) -> None:
+    """Nor is it said on stdout instead."""
+    safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "small")
+    with open("/dev/full", "w") as full:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": full, "capture_output": False}
+        if closed:
+            streams["preexec_fn"] = lambda: os.close(2)
+        done = process(*args.split(), cwd=tmp_path, **streams)
+    assert (done.returncode, len(done.stdout.splitlines())) == (code, lines), done.stdout
+
+
 def test_names_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "s.safetensors"
     safetensors.torch.save_file({"a\x1b[2Jb": torch.zeros(3)}, source)

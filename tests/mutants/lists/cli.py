@@ -91,6 +91,22 @@ MUTANTS = (
         _PROCESSES,
     ),
     mutant(
+        "what-cannot-be-said-fails",
+        "cli/common.py",
+        "        with contextlib.suppress(OSError):\n            print(",
+        "        with contextlib.suppress(BrokenPipeError):\n            print(",
+        "a note that does not fit its disk makes a pack that was made fail",
+        _PROCESSES,
+    ),
+    mutant(
+        "what-cannot-be-said-is-output",
+        "cli/common.py",
+        "    if sys.stderr is not None:  # closed",
+        "    if True:  # closed",
+        "a note is in the output where stderr is closed",
+        _PROCESSES,
+    ),
+    mutant(
         "interrupts-are-success",
         "cli/common.py",
         "            code = INTERRUPTED\n",
