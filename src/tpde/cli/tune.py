@@ -60,7 +60,7 @@ def tune(
 
     For `--kernels fused`. There are several ways to launch a product, which give the same bits. Each is timed
     for each shape of a model's linear layers, and the fastest are written to a table, which products on this
-    card look in from then on. Without it they are launched in the order that was the best on an H200.
+    card look in from then on. Without it they are launched as was the fastest on an H200 or an H100.
 
     Example:
 
