@@ -28,7 +28,9 @@ Index = int | np.integer[Any] | slice | EllipsisType
 
 
 def _convert(data: Bytes, spec: TensorSpec, framework: str) -> Any:
-    return to_torch(data, spec) if framework in ("pt", "torch") else to_numpy(data, spec)
+    if framework in ("np", "numpy"):
+        return to_numpy(data, spec)
+    return to_torch(data, spec, ', or read with `framework="np"`')
 
 
 class safe_open:

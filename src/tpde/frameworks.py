@@ -289,8 +289,8 @@ def torch_shape(spec: TensorSpec) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2)
 
 
-def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
-    """Make a tensor of bytes, without a copy.
+def to_torch(data: Bytes, spec: TensorSpec, instead: str = "") -> torch.Tensor:
+    """Make a tensor of bytes, without a copy; `instead` is as of `require_torch`.
 
     Raises
     ------
@@ -299,7 +299,7 @@ def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     UnsupportedDtype
         If this PyTorch lacks the dtype.
     """
-    require_torch("a PyTorch tensor", ', or read with `framework="np"`')
+    require_torch("a PyTorch tensor", instead)
     import torch
 
     dtype, shape = torch_dtype(spec.dtype), torch_shape(spec)

@@ -27,11 +27,15 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
         ("tpde.nn", "`tpde.nn` needs torch"),
         ("import tpde.integrations.diffusers", "`tpde.integrations.diffusers` needs torch"),
         ("tpde.safe_open(sys.argv[1]).get_tensor('a')", "a PyTorch tensor needs torch"),
+        ("tpde.safe_open(sys.argv[1], device='cuda')", "a device for tensors needs torch"),
+        ("tpde.CheckpointStore(sys.argv[1] + '-steps').load()", "a PyTorch tensor needs torch"),
     ],
 )
 def test_what_needs_torch_says_how_to_install_it(code: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tpde.torch.save_file({"a": torch.ones(3)}, path)
+    with tpde.CheckpointStore(f"{path}-steps") as store:
+        store.save(1, {"a": torch.ones(3)})
     script = f"""
 import sys
 sys.modules["torch"] = None  # importing it fails
@@ -44,6 +48,7 @@ except tpde.errors.MissingDependency as error:
     run = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
     assert said in run.stdout
     assert 'pip install "tpde[' in run.stdout
+    assert ('framework="np"' in run.stdout) == ("get_tensor" in code)  # which other calls have not
 
 
 def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:

@@ -21,13 +21,14 @@ torch = pytest.importorskip("torch")
     ("value", "error", "match"),
     [
         ([torch.ones(3)], InvalidInput, "holds a list, not a state dict"),
+        (torch.ones(3), InvalidInput, "holds a tensor, not a state dict"),
         ({}, InvalidInput, "holds an empty state dict"),
         ({"a": 1}, InvalidInput, "entry `a` is a int"),
         ({1: torch.ones(3)}, InvalidInput, "entry `1` "),
         ({"a": torch.ones(3).to_sparse()}, InvalidInput, "`a` is not dense"),
         ({"a": torch.ones(3, dtype=torch.complex128)}, UnsupportedDtype, "complex128"),
     ],
-    ids=["list", "empty", "number", "key", "sparse", "dtype"],
+    ids=["list", "tensor", "empty", "number", "key", "sparse", "dtype"],
 )
 def test_what_is_no_state_dict_is_refused(
     value: object, error: type[Exception], match: str, tmp_path: Path

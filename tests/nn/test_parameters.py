@@ -206,6 +206,20 @@ def test_other_values_for_a_moment(pair: tuple[Model, Model]) -> None:
         assert_same_bits(ours(IDS), plain(IDS))
 
 
+def test_what_an_error_holds_is_not_told(pair: tuple[Model, Model], caplog: pytest.LogCaptureFixture) -> None:
+    """Its traceback has the frames of the forward pass, which have weights."""
+    _, ours = pair
+
+    def fail(module: Any, *_: Any) -> None:
+        held = module.weight
+        raise LookupError(held.shape)
+
+    ours.blocks[0].up.register_forward_hook(fail)
+    with caplog.at_level(logging.WARNING, "tpde"), torch.no_grad(), pytest.raises(LookupError):
+        ours(IDS)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("kind", ["itself", "a view of it"])
 def test_hooks_may_keep_weights(
     kind: str, pair: tuple[Model, Model], caplog: pytest.LogCaptureFixture

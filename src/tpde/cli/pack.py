@@ -111,7 +111,8 @@ def pack(
     say_left_out(result.left_out)
     say_unmatched(result.unmatched, result.source)
     if not result.packed:
-        say("note", "no tensor would shrink; all are stored as they were")
+        every = "no tensor would shrink; all are stored as they were"
+        say("note", every if result.tensors else "there is no tensor")
 
 
 def dtype_table(groups: tuple[GroupReport, ...]) -> str:

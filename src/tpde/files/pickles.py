@@ -200,7 +200,8 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not loaded:
-        what = "an empty state dict" if loaded == {} else f"a {type(loaded).__name__}, not a state dict"
+        kind = "tensor" if isinstance(loaded, torch.Tensor) else type(loaded).__name__  # not FakeTensor
+        what = f"a {kind}, not a state dict" if not isinstance(loaded, dict) else "an empty state dict"
         raise InvalidInput(
             f"`{path}` holds {what}", hint="name a file that maps names to tensors", where=str(path)
         )

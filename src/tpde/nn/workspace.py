@@ -178,11 +178,12 @@ class Workspace:
     def give_up_kept(self) -> None:
         """Leave the buffer to whoever has kept a weight in it, such as a hook: the next one gets new memory.
 
-        Called when a scope is closed, for each block of each token.
+        Called when a scope is closed, for each block of each token. What an error holds on its way out is not
+        told of: the error is.
         """
         if self._storage is None or self.recorded or self._uses() <= self._known:
             return
-        if not self._told:
+        if not self._told and sys.exc_info()[0] is None:
             self._told = True
             log.warning(
                 "a weight of `%s` was kept after its forward pass: the memory of all weights decoded with it "

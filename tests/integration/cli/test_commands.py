@@ -83,10 +83,13 @@ def test_dtype_report(run: Run, plain: Path, tmp_path: Path) -> None:
 
 
 def test_what_does_not_shrink_is_noted(run: Run, tmp_path: Path) -> None:
-    source = tmp_path / "s.safetensors"
-    safetensors.torch.save_file({"a": torch.zeros(3)}, source)
-    done = run("pack", source, tmp_path / "p")
-    assert (done.code, done.err) == (0, "note: no tensor would shrink; all are stored as they were\n")
+    for name, tensors, note in (
+        ("small", {"a": torch.zeros(3)}, "no tensor would shrink; all are stored as they were"),
+        ("empty", {}, "there is no tensor"),
+    ):
+        safetensors.torch.save_file(tensors, tmp_path / name)
+        done = run("pack", tmp_path / name, tmp_path / f"{name} packed")
+        assert (done.code, done.err) == (0, f"note: {note}\n")
 
 
 def test_state_dict(run: Run, tmp_path: Path) -> None:

@@ -128,4 +128,12 @@ MUTANTS = (
         "memory is given to others while a stream still reads weights there",
         _STREAMS,
     ),
+    mutant(
+        "errors-are-told-as-kept-weights",
+        "nn/workspace.py",
+        "        if not self._told and sys.exc_info()[0] is None:\n",
+        "        if not self._told:\n",
+        "a warning of a kept weight stands before the error of a damaged one",
+        "nn/test_parameters.py",
+    ),
 )
