@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -215,8 +216,8 @@ def test_the_current_folder_may_change(ends: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "path",
-    [None, b"x", 3, io.BytesIO(), "", "a\0b", Path("a\0b")],
-    ids=["none", "bytes", "number", "file", "empty", "zero", "path with a zero"],
+    [None, b"x", 3, io.BytesIO(), "", "a\0b", Path("a\0b"), "x" * 300, "\ud800"],
+    ids=["none", "bytes", "number", "file", "empty", "zero", "path with a zero", "long", "half a character"],
 )
 def test_what_is_no_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -229,6 +230,22 @@ def test_what_is_no_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pyte
     ]
     if not isinstance(path, bytes):  # those of a file
         calls += [lambda: tpde.safe_open(path), lambda: tpde.torch.load_file(path)]
+    calls += [
+        lambda: tpde.inspect(path),
+        lambda: tpde.verify(path),
+        lambda: tpde.verify(__file__, against=path if path is not None else 5),  # type: ignore[arg-type]
+        lambda: tpde.unpack(path, "out"),
+        lambda: tpde.unpack(__file__, path),
+        lambda: tpde.pack(__file__, path if path != "" else 5),  # type: ignore[arg-type]
+        lambda: tpde.diff(path, __file__, "out"),
+        lambda: tpde.diff(__file__, path, "out"),
+        lambda: tpde.diff(__file__, __file__, path),
+        lambda: tpde.patch(path, __file__, "out"),
+        lambda: tpde.patch(__file__, path, "out"),
+        lambda: tpde.patch(__file__, __file__, path),
+    ]
+    if importlib.util.find_spec("transformers") is not None:
+        calls.append(lambda: tpde.from_pretrained(path))
     for call in calls:
         with pytest.raises(InvalidInput, match=words):
             call()

@@ -19,6 +19,7 @@ from tpde.files.reader import PackedFile
 from tpde.files.walk import walk
 from tpde.files.weight_files import check_shards
 from tpde.format.container import Container, TensorSpec
+from tpde.io.paths import given_path
 
 
 class TensorSource(Protocol):
@@ -133,7 +134,7 @@ def resolve(source: str | os.PathLike[str], **hub: object) -> Path:
     MissingDependency
         If it may be a hub id, and `huggingface_hub` is not installed.
     """
-    path = Path(source)
+    path = given_path(source)
     if path.exists():
         return path
     parts = os.fspath(source).split("/")

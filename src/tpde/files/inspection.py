@@ -6,13 +6,13 @@ import math
 import os
 from collections.abc import Iterable
 from itertools import repeat
-from pathlib import Path
 
 from tpde.files.entropy import Counts, entropies_of
 from tpde.files.inputs import safetensors_files
 from tpde.files.inspection_report import GroupReport, Histogram, Report, TensorReport
 from tpde.files.reader import PackedFile
 from tpde.files.sampling import Look, looks_at
+from tpde.io.paths import given_path
 from tpde.memory.garbage import collecting_later
 
 
@@ -52,7 +52,7 @@ def inspect(path: str | os.PathLike[str], *, histogram: bool = False) -> Report:
 
 def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = False) -> Report:
     """`inspect`, without a look at the words if `sample` is false: entropies are then None."""
-    root = Path(path)
+    root = given_path(path)
     files = list(safetensors_files(root))
     tensors: list[TensorReport] = []
     counts: dict[str, Counts] = {}

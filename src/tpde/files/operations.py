@@ -27,6 +27,7 @@ from tpde.files.verify_directory import verify_directory
 from tpde.files.verify_file import verify_file
 from tpde.files.walk import LeftOut, check_patterns, walk
 from tpde.files.weight_files import choose
+from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
 
 
@@ -146,7 +147,7 @@ def pack(
     _require_paths(source, destination)
     patterns = check_patterns(exclude)
     check_threads(threads)
-    path, target = resolve(source), Path(destination)
+    path, target = resolve(source), given_path(destination)
     if path.is_dir():
         results, tree = pack_directory(
             path, target, threads=threads, codec=codec, force=force, exclude=patterns, progress=progress
@@ -200,7 +201,7 @@ def unpack(
     >>> import tpde
     >>> tpde.unpack("packed.safetensors", "model.safetensors")  # doctest: +SKIP
     """
-    path, target = _existing(source), Path(destination)
+    path, target = _existing(source), given_path(destination)
     count = check_threads(threads)
     left_out: tuple[LeftOut, ...] = ()
     if not path.is_dir():
@@ -292,7 +293,7 @@ def _require_paths(source: object, destination: str | os.PathLike[str]) -> None:
             hint="pass a path" if other is None else f"in memory, `{other}` packs it",
             where="source",
         )
-    if not os.fspath(destination):
+    if destination == "":
         raise InvalidArgument(
             f"`tpde.pack` was not told where the packed `{source}` goes",
             hint="pass a second path",
@@ -301,7 +302,7 @@ def _require_paths(source: object, destination: str | os.PathLike[str]) -> None:
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
-    found = Path(path)
+    found = given_path(path)
     if not found.exists():
         raise InvalidInput(f"`{found}` does not exist", hint="check the path", where=str(found))
     return found

@@ -25,11 +25,25 @@ def given_path(path: object) -> Path:
             where="path",
             found=path,
         )
-    if not text or "\0" in text:
-        raise InvalidArgument(
-            f"the path {text!r} can name nothing", hint="name a file or a folder", where="path", found=path
-        )
+    if not text:
+        raise _nameless(text, "it is empty")
+    try:
+        os.lstat(text)
+    except ValueError as error:  # of characters that the system's names have not
+        raise _nameless(text, error) from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _nameless(text, error.strerror) from None
     return Path(text)
+
+
+def _nameless(text: str, why: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"the path `{text}` can name nothing ({why})",
+        hint="name a file or a folder",
+        where="path",
+        found=text,
+    )
 
 
 def anchored(path: Path) -> Path:

@@ -29,6 +29,7 @@ from tpde.format.delta_head import (
     payloads,
 )
 from tpde.format.delta_reader import is_delta, read_head
+from tpde.io.paths import given_path
 from tpde.io.sources import ByteSource, BytesSource, FileSource
 from tpde.store.payloads import add_differences, difference_spec, read_blob
 
@@ -278,7 +279,7 @@ def existing_delta(path: str | os.PathLike[str]) -> Path:
     InvalidInput
         If there is none.
     """
-    found = Path(path)
+    found = given_path(path)
     if not found.exists():
         raise InvalidInput(f"`{found}` does not exist", hint="check the path", where=str(found))
     if not is_delta_file(found):

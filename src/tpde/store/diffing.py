@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tpde.errors import InvalidInput
 from tpde.files.destinations import refuse_nested, refuse_sources
 from tpde.files.progress import Progress, no_progress
 from tpde.files.thread_count import check_threads
+from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
 from tpde.store.delta_report import DeltaReport, inspect_delta
 from tpde.store.delta_writer import hint_for, write_delta_file
@@ -63,13 +63,13 @@ def diff(
     >>> tpde.diff("epoch_9", "epoch_10", "epoch_10.tpde").ratio  # doctest: +SKIP
     143.9
     """
-    count, out = check_threads(threads), Path(delta)
+    count, first, second, out = check_threads(threads), *map(given_path, (base, target, delta))
     refuse_file(out, force)
-    refuse_sources(out, base, target)
-    hint = hint_for(Path(base), out)
-    old = open_state(Path(base))
+    refuse_sources(out, first, second)
+    hint = hint_for(first, out)
+    old = open_state(first)
     try:
-        new = open_state(Path(target))
+        new = open_state(second)
         try:
             for source in (*stands_on(old), *stands_on(new)):
                 refuse_nested(source, out)

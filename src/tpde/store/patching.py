@@ -9,6 +9,7 @@ from tpde.files.destinations import refuse_inside_packed, refuse_nested, refuse_
 from tpde.files.folder_swap import new_folder
 from tpde.files.progress import Progress, no_progress
 from tpde.files.thread_count import check_threads
+from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
@@ -61,9 +62,9 @@ def patch(
     >>> import tpde
     >>> tpde.patch("epoch_9", "epoch_10.tpde", "epoch_10")  # doctest: +SKIP
     """
-    count, out = check_threads(threads), Path(target)
-    refuse_sources(out, base, delta)
-    state = open_on(DeltaFile(FileSource(existing_delta(delta))), base)
+    count, old, change, out = check_threads(threads), *map(given_path, (base, delta, target))
+    refuse_sources(out, old, change)
+    state = open_on(DeltaFile(FileSource(existing_delta(change))), old)
     try:
         refuse_sources(out, *stands_on(state))
         if "" in state.headers:

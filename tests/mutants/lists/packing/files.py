@@ -214,4 +214,20 @@ MUTANTS = (
         "a tensor's hash may lack its last piece",
         "unit/test_blob_writer.py",
     ),
+    mutant(
+        "paths-that-are-too-long",
+        "io/paths.py",
+        "        if error.errno == errno.ENAMETOOLONG:\n",
+        "        if error.errno == errno.ENOTDIR:\n",
+        "a path of 300 characters is an error of the system",
+        "unit/test_packed_writer.py",
+    ),
+    mutant(
+        "destinations-of-any-type",
+        "files/operations.py",
+        "path, target = _existing(source), given_path(destination)",
+        "path, target = _existing(source), Path(destination)",
+        "bytes for a destination are an error of `pathlib`",
+        "unit/test_packed_writer.py",
+    ),
 )
