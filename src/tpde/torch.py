@@ -15,6 +15,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
+from tpde.files.given_tensors import refuse_without_bytes
 from tpde.files.packed_header import given_metadata, is_own_key
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     specs = {name: torch_spec(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
+        refuse_without_bytes(name, tensor)
         if not tensor.is_contiguous():
             raise InvalidInput(
                 f"tensor `{name}` is not contiguous, and saving it would change its layout",

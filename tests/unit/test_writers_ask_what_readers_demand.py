@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,67 @@ def test_expanded_tensors_are_refused_before_memory_is_asked_for(shape: tuple[in
         tpde.torch.save({"w": torch.zeros(1, dtype=torch.uint8).expand(shape)})
     small = np.broadcast_to(np.arange(3, dtype=np.int32), (5, 3))
     assert np.array_equal(tpde.numpy.load(tpde.numpy.save({"w": small}))["w"], small)
+
+
+class _Stand(torch.Tensor):
+    """Holds another tensor, and no bytes."""
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def _without_bytes(kind: str) -> Any:
+    value = torch.ones(30)
+    if kind == "fake":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            return torch.ones(30)
+    if kind == "stand":
+        return _Stand(value)
+    value.untyped_storage().resize_(0 if kind == "freed" else 40)
+    return value
+
+
+def _written(value: Any, folder: Path) -> None:
+    with tpde.PackedWriter(folder / "x.safetensors", {"w": TensorSpec("F32", (30,))}) as writer:
+        writer.write("w", value)
+
+
+def _stored(value: Any, folder: Path) -> None:
+    with tpde.CheckpointStore(folder) as store:
+        store.save(1, {"w": value})
+
+
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    "save": lambda value, _: tpde.torch.save({"w": value}),
+    "save_file": lambda value, folder: tpde.torch.save_file({"w": value}, folder / "x.safetensors"),
+    "PackedWriter": _written,
+    "CheckpointStore": _stored,
+    "make_delta": lambda value, _: tpde.make_delta({"w": torch.ones(30)}, {"w": value}),
+}
+
+
+@pytest.mark.parametrize("kind", ["fake", "stand", "freed", "partly freed"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_tensors_without_bytes_are_refused(writer: str, kind: str, tmp_path: Path) -> None:
+    match = "has no plain bytes in memory" if kind in ("fake", "stand") else "was freed: .* of 120 bytes"
+    with pytest.raises(InvalidInput, match=match):
+        WRITERS[writer](_without_bytes(kind), tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_parts_of_tensors_have_their_bytes(writer: str, tmp_path: Path) -> None:
+    WRITERS[writer](torch.arange(90.0)[60:], tmp_path)
+    tpde.torch.save({"w": torch.empty(0, 3)})
+    tpde.torch.save({"w": torch.ones(3).as_subclass(_Plain)})
+
+
+class _Plain(torch.Tensor):
+    """Has bytes, as any tensor of PyTorch's."""

@@ -48,6 +48,40 @@ def _is_torch(value: object) -> TypeIs[torch.Tensor]:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def refuse_without_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a dense tensor whose bytes are not in memory: a stand-in for others, or one that was freed.
+
+    Raises
+    ------
+    InvalidInput
+        If it is one.
+    """
+    import torch
+
+    try:
+        storage = tensor.untyped_storage()
+        there = storage.device.type != "meta" and storage.data_ptr() >= 0
+    except RuntimeError:  # what holds other tensors has a storage without an address
+        there = False
+    if not there:
+        raise InvalidInput(
+            f"`{name}` is a {type(tensor).__name__}, which has no plain bytes in memory",
+            hint="take the tensors that it is made of, or `.full_tensor()` if it is sharded",
+            where=name,
+        )
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.numel():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        if storage.nbytes() < needed:
+            raise InvalidInput(
+                f"the memory of tensor `{name}` was freed: {storage.nbytes()} of {needed} bytes are there",
+                hint="take it while its memory is there, such as within FSDP's `summon_full_params`",
+                where=name,
+                found=storage.nbytes(),
+                needed=needed,
+            )
+
+
 def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
     """The bytes of a part of a tensor.
 
@@ -65,11 +99,12 @@ def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
     InvalidArgument
         If it has another dtype, or is not contiguous bytes.
     InvalidInput
-        If it has a mask.
+        If it has a mask, or its memory is not there.
     """
     if _is_torch(data):
         if torch_spec(name, data).dtype not in (spec.dtype, "U8"):
             raise _other_dtype(name, str(data.dtype), spec)
+        refuse_without_bytes(name, data)
         return torch_bytes(data.contiguous())
     if isinstance(data, np.ndarray):
         refuse_masked(name, data)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
+from tpde.files.given_tensors import refuse_without_bytes
 from tpde.format.container import TensorSpec
 from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
 from tpde.store.states import MemoryState
@@ -52,6 +53,7 @@ def plain_tensors(state: Live, what: str) -> LiveTensors:
                 hint="call `tpde.unpack_module(model)` first if it is packed",
                 where=name,
             )
+        refuse_without_bytes(name, tensor)
         refuse_expanded(name, spec.nbytes, tensor.untyped_storage().nbytes())
     return LiveTensors(dict(found), specs)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
+from tpde.files.given_tensors import refuse_without_bytes
 from tpde.format.container import TensorSpec
 from tpde.frameworks import (
     numpy_dtype_name,
@@ -149,6 +150,7 @@ class StateTree:
                     where=_shown(path),
                 )
             spec = torch_spec(_shown(path), value)
+            refuse_without_bytes(_shown(path), value)
             refuse_expanded(_shown(path), spec.nbytes, value.untyped_storage().nbytes())
             read = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
             same = (value.device, value.data_ptr(), *read) if value.numel() else id(value)

@@ -229,4 +229,20 @@ MUTANTS = (
         "nn/test_training.py",
         "unit/test_memory.py",
     ),
+    mutant(
+        "tensors-that-were-freed",
+        "files/given_tensors.py",
+        "        if storage.nbytes() < needed:\n",
+        "        if needed < 0:\n",
+        "a tensor whose memory was freed is an error of PyTorch",
+        "unit/test_writers_ask_what_readers_demand.py",
+    ),
+    mutant(
+        "tensors-that-stand-for-others",
+        "files/given_tensors.py",
+        "    if not there:\n",
+        "    if tensor is None:\n",
+        "a tensor that holds others is an error of PyTorch",
+        "unit/test_writers_ask_what_readers_demand.py",
+    ),
 )
