@@ -15,7 +15,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
-from tpde.files.given_tensors import refuse_without_bytes
+from tpde.files.given_tensors import refuse_without_bytes, require_module
 from tpde.files.packed_header import given_metadata, is_own_key
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
@@ -190,6 +190,7 @@ def save_model(
     >>> tpde.torch.load_model(model, "model.safetensors")  # doctest: +SKIP
     (set(), [])
     """
+    require_module(model, "save_model")
     state, kept, said = model.state_dict(), {}, dict(metadata or {})
     first: dict[tuple[object, ...], str] = {}
     for name in sorted(state):
@@ -252,6 +253,7 @@ def load_model(
     UnsupportedDevice
         If the device is none, or not there.
     """
+    require_module(model, "load_model")
     own, state = model.state_dict(), load_file(filename, device, threads=threads)
     there = {_identity(own[name]) for name in state if name in own}
     missing = {name for name in own if name not in state and _identity(own[name]) not in there}

@@ -11,6 +11,7 @@ from support.small import Model
 from torch import nn
 
 import tpde
+import tpde.torch
 from tpde.format.constants import ALIGN_BLOB
 from tpde.nn import PackedParameter, pack_module, pack_tensor, packed_modules, supports
 from tpde.nn.modules import is_conv1d
@@ -193,6 +194,45 @@ def test_parts_of_a_tied_weight_are_counted_once() -> None:
 def test_what_is_no_module_is_not_packed(model: Any) -> None:
     with pytest.raises(tpde.InvalidArgument, match=r"takes a `torch\.nn\.Module`, not a `(str|dict)`"):
         tpde.pack_module(model)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        tpde.unpack_module,
+        tpde.nn.plain_state_dict,
+        lambda model: list(tpde.nn.packed_modules(model)),
+        lambda model: tpde.nn.set_kernels(model, "fused"),
+        lambda model: tpde.torch.save_model(model, "none"),
+        lambda model: tpde.torch.load_model(model, "none"),
+    ],
+)
+def test_what_is_no_module_has_no_packed_ones(call: Any) -> None:
+    for model in (None, {"weight": torch.zeros(2, 2)}):
+        with pytest.raises(
+            tpde.InvalidArgument, match=r"` takes a `torch\.nn\.Module`, not a `(NoneType|dict)`"
+        ):
+            call(model)
+
+
+def test_modules_of_torchscript_stay_plain(caplog: pytest.LogCaptureFixture) -> None:
+    """Their code computes with plain weights."""
+    scripted = torch.jit.script(nn.Linear(300, 30))
+    model = nn.Sequential(nn.Linear(200, 300), scripted).requires_grad_(False)
+    x = torch.randn(2, 200)
+    expected = model(x)
+    pack_module(model, min_bytes=0)
+    assert isinstance(model[0].weight, PackedParameter)
+    assert torch.equal(model(x), expected)
+    pack_module(scripted, min_bytes=0)
+    assert "nothing of the RecursiveScriptModule was packed" in caplog.text
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(20, 20), nn.LazyLinear(30))
+    with pytest.raises(tpde.InvalidArgument, match=r"`1\.weight` has no shape yet"):
+        pack_module(model, min_bytes=0)
+    assert type(model[0].weight) is nn.Parameter
 
 
 # ---- a tensor alone ----

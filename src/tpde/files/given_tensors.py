@@ -48,6 +48,31 @@ def _is_torch(value: object) -> TypeIs[torch.Tensor]:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def require_module(model: object, call: str, hint: str = "pass the model") -> None:
+    """Refuse what is no module of PyTorch.
+
+    Parameters
+    ----------
+    model : object
+        What is given.
+    call : str
+        What takes a module.
+    hint : str
+        What to pass.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is none.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"`{call}` takes a `torch.nn.Module`, not a `{type(model).__name__}`", hint=hint, where="model"
+        )
+
+
 def refuse_without_bytes(name: str, tensor: torch.Tensor) -> None:
     """Refuse a dense tensor whose bytes are not in memory: a stand-in for others, or one that was freed.
 

@@ -43,6 +43,11 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     nn.Module
         `model`; `unpack_module` is the inverse.
 
+    Raises
+    ------
+    InvalidArgument
+        If it is no module, or has a parameter without a shape yet.
+
     Examples
     --------
     >>> model = tpde.pack_module(model)  # doctest: +SKIP
@@ -71,6 +76,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
 
     Raises
     ------
+    InvalidArgument
+        If it is no module.
     Corrupt
         If a blob is damaged. The modules before it are plain by then.
     PackedWeight

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.files.given_tensors import require_module
 from tpde.nn.embedding import PackedEmbedding, gathers
 from tpde.nn.group import GroupSlot
 from tpde.nn.modules import PackedLinear, PackedModule
@@ -77,7 +78,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     Raises
     ------
     InvalidInput
-        If `kernels` is something else.
+        If `kernels` is something else, or `model` no module.
     PackedWeight
         If weights are streamed or in the window layout under a VRAM budget, have named deltas, or were
         recorded in a CUDA graph.
@@ -100,6 +101,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
     >>> tpde.nn.set_kernels(model, "fused")  # doctest: +SKIP
     """
+    require_module(model, "set_kernels")
     check_kernels(kernels)
     uses: dict[PackedTensor, list[tuple[PackedModule, GroupSlot]]] = {}
     for _, module in packed_modules(model):

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpde.errors import InvalidArgument, InvalidInput, MissingBase, PackedWeight
+from tpde.errors import InvalidInput, MissingBase, PackedWeight
+from tpde.files.given_tensors import require_module
 from tpde.frameworks import torch_spec
 from tpde.nn.attached_deltas import attach, require_none
 from tpde.store.states import MEMORY, right_base
@@ -72,12 +73,8 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     >>> model = tpde.pack_module(model)  # doctest: +SKIP
     >>> tpde.nn.add_deltas(model, {"math": "math.tpde"}).use("math")  # doctest: +SKIP
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"`add_deltas` takes a `torch.nn.Module`, not a `{type(model).__name__}`",
-            hint="pass the model first, such as `tpde.from_pretrained(path)` gives, and then its deltas",
-            where="model",
-        )
+    hint = "pass the model first, such as `tpde.from_pretrained(path)` gives, and then its deltas"
+    require_module(model, "add_deltas", hint)
     check_names(deltas)
     require_none(model)
     with ExitStack() as files:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tpde.errors import InvalidArgument, PackedWeight
+from tpde.files.given_tensors import require_module
 from tpde.nn.attached_deltas import leave_deltas
 from tpde.nn.group import GroupSlot
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
@@ -63,14 +65,10 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     Raises
     ------
     InvalidArgument
-        If it is no module.
+        If it is no module, or has a parameter without a shape yet.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"`pack_module` takes a `torch.nn.Module`, not a `{type(model).__name__}`",
-            hint="`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors",
-            where="model",
-        )
+    hint = "`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors"
+    require_module(model, "pack_module", hint)
     places: dict[int, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
@@ -78,6 +76,12 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
+                if is_lazy(parameter):
+                    raise InvalidArgument(
+                        f"`{full}` has no shape yet",
+                        hint="call the model once before it is packed, or load its weights",
+                        where=full,
+                    )
                 cannot = f"such that each {kept[full]}" if full in kept else None
                 if not supports(module, name):
                     cannot = "of layers that keep theirs plain, as norms do, or biases"
@@ -118,9 +122,10 @@ def unpack_module(model: nn.Module) -> nn.Module:
 
     Raises
     ------
-    Corrupt, PackedWeight
+    InvalidArgument, Corrupt, PackedWeight
         As `tpde.unpack_module`.
     """
+    require_module(model, "unpack_module")
     slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
     for slot in slots:
         for source in slot.packed.sources:
@@ -167,7 +172,13 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     -------
     dict of str to torch.Tensor
         Tied weights share memory.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no module.
     """
+    require_module(model, "plain_state_dict")
     made: dict[int, Tensor] = {}
 
     def plain(value: Any) -> Any:

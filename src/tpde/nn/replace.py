@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
+from tpde.files.given_tensors import require_module
 from tpde.nn.embedding import PackedEmbedding
 from tpde.nn.group import Group, GroupSlot
 from tpde.nn.module_state import CONVOLUTIONS
@@ -39,6 +40,8 @@ def supports(module: nn.Module, name: str) -> bool:
     name : str
         Its name there.
     """
+    if isinstance(module, torch.jit.ScriptModule):  # its code computes with plain weights
+        return False
     kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
     parameter = module._parameters.get(name)
     if parameter is None:
@@ -108,7 +111,14 @@ def replace_parameter(model: nn.Module, name: str, packed: PackedTensor | Packed
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
-    """Packed modules with their names."""
+    """Packed modules with their names.
+
+    Raises
+    ------
+    InvalidArgument
+        If `model` is no module.
+    """
+    require_module(model, "packed_modules")
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):
             yield name, module

@@ -134,4 +134,20 @@ MUTANTS = (
         "all experts are decoded for each token",
         "nn/test_fused_experts.py",
     ),
+    mutant(
+        "torchscript-is-packed",
+        "nn/replace.py",
+        "    if isinstance(module, torch.jit.ScriptModule):  # its code",
+        "    if module is None:  # its code",
+        "a model with a module of TorchScript is not packed at all",
+        "nn/test_pack_module.py",
+    ),
+    mutant(
+        "parameters-without-shapes",
+        "nn/pack_model.py",
+        "                if is_lazy(parameter):\n",
+        "                if parameter is None:\n",
+        "a lazy layer is an error of PyTorch",
+        "nn/test_pack_module.py",
+    ),
 )
