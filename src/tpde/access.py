@@ -113,6 +113,8 @@ class safe_open:
         ------
         UnknownTensor
             If there is no such tensor: a `KeyError`, too.
+        InvalidInput
+            If the file is closed.
         Corrupt
             Naming tensor and chunk, if it is damaged.
         """

@@ -14,6 +14,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
+from tpde.files.given_tensors import require_mapping
 from tpde.files.packed_header import given_metadata
 from tpde.format.container import TensorSpec
 from tpde.frameworks import numpy_dtype_name, refuse_expanded, refuse_masked, spec_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def _prepare(tensors: Mapping[str, Array]) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
     import numpy as np
 
+    require_mapping(tensors)
     specs, arrays = {}, {}
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray):

@@ -15,7 +15,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
-from tpde.files.given_tensors import refuse_without_bytes, require_module
+from tpde.files.given_tensors import refuse_without_bytes, require_mapping, require_module
 from tpde.files.packed_header import given_metadata, is_own_key
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    require_mapping(tensors)
     specs = {name: torch_spec(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         refuse_without_bytes(name, tensor)

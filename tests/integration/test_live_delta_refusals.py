@@ -120,6 +120,12 @@ def test_a_file_that_is_no_delta_is_none_and_not_damaged(kind: str, tmp_path: Pa
             use()
 
 
+@pytest.mark.parametrize("name", [5, None, "\ud800", "__metadata__"])
+def test_names_that_no_file_has_are_refused(name: Any) -> None:
+    with pytest.raises(InvalidInput, match="no reader would open the file"):
+        tpde.make_delta({name: torch.zeros(3)}, {name: torch.ones(3)})
+
+
 def test_one_memory_has_no_two_states() -> None:
     model = small_module()
     with pytest.raises(InvalidInput, match="have the same memory, such as that of"):

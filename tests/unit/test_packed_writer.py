@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,3 +278,28 @@ def test_metadata_of_the_format_is_refused(key: str, tmp_path: Path) -> None:
 def test_its_surface() -> None:
     names = {it for it in dir(tpde.PackedWriter) if not it.startswith("_")}
     assert names == {"abort", "close", "plan", "sample_ranges", "write"}
+
+
+@pytest.mark.parametrize("tensors", [None, ["weight"], 5])
+def test_tensors_are_a_mapping(tensors: Any, tmp_path: Path) -> None:
+    for call in (
+        lambda: tpde.PackedWriter(tmp_path / "x", tensors),
+        lambda: tpde.torch.save(tensors),
+        lambda: tpde.torch.save_file(tensors, tmp_path / "x"),
+        lambda: tpde.numpy.save(tensors),
+        lambda: tpde.numpy.save_file(tensors, tmp_path / "x"),
+    ):
+        with pytest.raises(InvalidInput, match=f"`tensors` is a {type(tensors).__name__}; pass a mapping"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_stays_where_it_is(tmp_path: Path) -> None:
+    with tpde.PackedWriter(tmp_path / "x", {"weight": WEIGHT}) as writer:
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(InvalidInput, match="in the process that made it"):
+                copied(writer)
+        for name in (["weight"], 5):
+            with pytest.raises(InvalidInput, match="was not announced"):
+                writer.write(name, WEIGHT)  # type: ignore[arg-type]
+        writer.write("weight", WEIGHT)

@@ -21,7 +21,7 @@ from support.files import container, pack_bytes, safetensors_bytes
 
 import tpde
 import tpde.numpy
-from tpde.errors import InvalidInput, UnsupportedDevice, UnsupportedDtype
+from tpde.errors import InvalidArgument, InvalidInput, UnknownTensor, UnsupportedDevice, UnsupportedDtype
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
 
@@ -136,9 +136,28 @@ def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
     opened.close()
     opened.close()
     assert bits_of(tensor) == bits_of(by_numpy("F32"))
-    for use in (lambda: opened.get_tensor("F32"), lambda: part[0]):
-        with pytest.raises((OSError, ValueError)):
+    for use in (lambda: opened.get_tensor("F32"), lambda: opened.get_tensor("BF16"), lambda: part[0]):
+        with pytest.raises(InvalidInput, match="x` is closed"):
             use()
+
+
+def test_bytes_are_closed() -> None:
+    opened = tpde.safe_open(FILE, framework="np")
+    part = opened.get_slice("F32")
+    opened.close()
+    for use in (lambda: opened.get_tensor("F32"), lambda: opened.get_slice("F32")[0], lambda: part[0]):
+        with pytest.raises(InvalidInput, match="`<bytes>` is closed"):
+            use()
+
+
+def test_names_are_texts_and_bytes_have_no_gaps() -> None:
+    with tpde.safe_open(FILE, framework="np") as opened:
+        for name in (["F32"], {"F32"}, 5, None, b"F32"):
+            for call in (opened.get_tensor, opened.get_slice):
+                with pytest.raises(UnknownTensor, match="has no tensor `"):
+                    call(name)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="has gaps"):
+        tpde.torch.load(memoryview(FILE)[::2])  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_still_open_when_the_interpreter_ends_says_nothing(tmp_path: Path) -> None:
@@ -158,7 +177,7 @@ def test_leaving_the_block_closes(failing: bool, tmp_path: Path) -> None:
         assert opened.get_tensor("F32").shape == SHAPE
         if failing:
             raise RuntimeError
-    with pytest.raises((OSError, ValueError)):
+    with pytest.raises(InvalidInput, match="x` is closed"):
         opened.get_tensor("F32")
 
 

@@ -114,7 +114,7 @@ class FileWriter:
         UnknownTensor
             If it was not.
         """
-        if name not in self._specs:
+        if not isinstance(name, str) or name not in self._specs:
             raise writer_errors.unannounced(name)
         return self._specs[name]
 

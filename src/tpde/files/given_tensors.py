@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -46,6 +47,23 @@ def _is_torch(value: object) -> TypeIs[torch.Tensor]:
     """Whether a value is a tensor of PyTorch, which is not imported for that."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def require_mapping(tensors: object) -> None:
+    """Refuse what maps no names to tensors.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no mapping.
+    """
+    if not isinstance(tensors, Mapping):
+        raise InvalidArgument(
+            f"`tensors` is a {type(tensors).__name__}",
+            hint="pass a mapping of names to tensors",
+            where="tensors",
+            found=type(tensors).__name__,
+        )
 
 
 def require_module(model: object, call: str, hint: str = "pass the model") -> None:

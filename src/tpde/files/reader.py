@@ -179,6 +179,12 @@ class PackedFile:
         Corrupt, Truncated, UnsupportedVersion
             If it is damaged.
         """
+        if not isinstance(name, str):
+            raise UnknownTensor(
+                f"`{self.source.name}` has no tensor `{name!s:.50}`, a {type(name).__name__}",
+                hint="pass the name of one, a text",
+                where=self.source.name,
+            )
         if name in self._packed:
             entry = self.container.entries[self._packed[name]]
             at = self.container.data_start + entry.begin

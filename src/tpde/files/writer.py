@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
+from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
-from tpde.files.given_tensors import piece_bytes, spec_like
+from tpde.files.given_tensors import piece_bytes, require_mapping, spec_like
 from tpde.files.packed_header import given_metadata
 from tpde.io.paths import given_path
 
@@ -64,6 +65,7 @@ class PackedWriter:
         codec: CodecName = "auto",
         force: bool = False,
     ) -> None:
+        require_mapping(tensors)
         self._file = FileWriter(
             given_path(destination),
             {name: spec_like(name, it) for name, it in tensors.items()},
@@ -142,6 +144,12 @@ class PackedWriter:
     def abort(self) -> None:
         """Leave no trace of the file, unless it is complete."""
         self._file.abort()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInput(
+            "a `PackedWriter` writes its file in the process that made it",
+            hint="make one there, or send it the tensors",
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ def unknown_codec(codec: object) -> InvalidArgument:
 def unannounced(name: str) -> UnknownTensor:
     """The error for a tensor that the writer was not told of."""
     return UnknownTensor(
-        f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
+        f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=str(name)
     )
 
 

@@ -63,6 +63,10 @@ def _truncated(name: str, offset: int, want: int, size: int) -> Truncated:
     )
 
 
+def _closed(name: str) -> InvalidInput:
+    return InvalidInput(f"`{name}` is closed", hint="open it again, or read before it is closed", where=name)
+
+
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading, and nothing that could be waited for or has no end; its descriptor.
 
@@ -123,6 +127,8 @@ class FileSource:
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on."""
+        if self._fd < 0:
+            raise _closed(self.name)
         done, want = 0, out.nbytes
         while done < want:
             got = os.preadv(self._fd, [out[done:]], offset + done)
@@ -184,16 +190,23 @@ class BytesSource:
         """Fill `out` from `offset` on."""
         if offset + out.nbytes > self.size:
             raise _truncated(self.name, offset, out.nbytes, self.size)
+        data = self._part(offset, out.nbytes)
         if out.nbytes < _LARGE:
-            out[:] = self._data[offset : offset + out.nbytes]
+            out[:] = data
         else:  # other threads run meanwhile
-            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self._data, np.uint8, out.nbytes, offset))
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
     def view(self, offset: int, size: int) -> memoryview | None:
         """The bytes themselves."""
         if offset + size > self.size:
             raise _truncated(self.name, offset, size, self.size)
-        return self._data[offset : offset + size]
+        return self._part(offset, size)
+
+    def _part(self, offset: int, size: int) -> memoryview:
+        try:
+            return self._data[offset : offset + size]
+        except ValueError:  # it was released
+            raise _closed(self.name) from None
 
     def close(self) -> None:
         """Let go of the buffer."""

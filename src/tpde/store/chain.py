@@ -44,7 +44,8 @@ def steps_in(folder: Path) -> list[int]:
     """
     try:
         with os.scandir(folder) as entries:
-            found = [step for it in entries if (step := step_of(it.name)) is not None]
+            files = [it.name for it in entries if not it.is_dir(follow_symlinks=False)]
+            found = [step for name in files if (step := step_of(name)) is not None]
     except FileNotFoundError:
         return []
     except OSError as error:

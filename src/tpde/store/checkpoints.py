@@ -303,6 +303,8 @@ class CheckpointStore(StoredSteps):
         MissingBase, Truncated, Corrupt, UnsupportedVersion
             If a step that must be rewritten cannot be read. What was there loads as before.
         """
+        if not isinstance(drop, Iterable):
+            raise InvalidInput(f"drop is {drop!r:.50}", hint="name steps in a list", where="drop", found=drop)
         with self._alone():
             self.wait()
             self._own()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.files.given_tensors import refuse_without_bytes
+from tpde.files.packed_header import checked_metadata
 from tpde.format.container import TensorSpec
 from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
 from tpde.store.states import MemoryState
@@ -44,6 +45,7 @@ def plain_tensors(state: Live, what: str) -> LiveTensors:
         raise InvalidInput(
             f"{what} is a {type(found).__name__}", hint="pass a module, or a mapping of names to tensors"
         )
+    checked_metadata(found, None)
     specs = {}
     for name, tensor in found.items():
         specs[name] = spec = torch_spec(name, tensor)

@@ -176,6 +176,7 @@ def test_other_files_are_left_alone(tmp_path: Path, name: str) -> None:
         (lambda store: store.export(9, "/nowhere/out"), "no step 9"),
         (lambda store: store.prune(0), "keep is 0"),
         (lambda store: store.prune(drop=[2]), "no step 2"),
+        (lambda store: store.prune(drop=3), "drop is 3; name steps in a list"),
         (lambda store: CheckpointStore(store.directory, keyframe_every=0), "keyframe_every is 0"),
         (lambda store: CheckpointStore(store.directory, keyframe_every=241), "keyframe_every is 241"),
         (lambda store: CheckpointStore(store.directory, keep=0), "keep is 0"),
@@ -193,6 +194,18 @@ def test_wrong_calls_are_refused_and_change_nothing(
             call(store)
         assert {it.name: it.read_bytes() for it in tmp_path.iterdir()} == before
         store.save(np.int64(4), {"x": 4})
+        assert store.load() == {"x": 4}
+
+
+def test_a_folder_of_a_steps_name_is_no_step(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        for step in (3, 4):
+            store.save(step, {"x": step})
+        (tmp_path / name_of(100)).mkdir()
+        assert store.steps == (3, 4)
+        with pytest.raises(InvalidInput, match="no step 100; nothing was removed"):
+            store.prune(drop=[3, 100])
+        assert store.prune(1) == (3,)
         assert store.load() == {"x": 4}
 
 

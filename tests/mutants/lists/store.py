@@ -240,4 +240,12 @@ MUTANTS = (
         "a file of weights, taken for a delta, is to be fetched again",
         _REFUSALS,
     ),
+    mutant(
+        "folders-are-steps",
+        "store/chain.py",
+        "            files = [it.name for it in entries if not it.is_dir(follow_symlinks=False)]\n",
+        "            files = [it.name for it in entries]\n",
+        "a folder of a step's name ends `prune` when others are gone",
+        "integration/checkpoints/test_checkpoints.py",
+    ),
 )
