@@ -99,7 +99,7 @@ def test_few_rows_are_multiplied_from_windows(experts_on_gpu: Any) -> None:  # n
     x, scores, ids = batch(64)
     found = it.method.apply(it.layer, x, scores, ids, shared_experts=None, shared_experts_input=None)
     assert it.plain.seen == []
-    assert it.layer.w13_weight.dtype is torch.uint8
+    assert it.layer.w13_weight.data.dtype is torch.uint8
     wanted = computed(*it.weights, x, scores, ids)
     assert found.dtype is torch.bfloat16
     assert torch.allclose(found.float(), wanted.float(), rtol=0.02, atol=0.02)
@@ -157,7 +157,7 @@ def test_experts_of_other_ranks_are_left_by_their_loader() -> None:
         it.layer.get_parameter(name).weight_loader = lambda *args: came.append(args)
     load(it, None)
     for name in ("w13_weight", "w2_weight"):
-        assert it.layer.get_parameter(name).dtype is torch.uint8
+        assert it.layer.get_parameter(name).data.dtype is torch.uint8
         it.layer.get_parameter(name).weight_loader(name)
     assert came == [("w13_weight",), ("w2_weight",)]
 

@@ -72,7 +72,7 @@ def test_reloading(models: Models) -> None:
     import torch
 
     llm = engine(models["experts"], **TPDE)
-    names = [name for name, it in layers(llm)[""].named_parameters() if it.dtype is torch.uint8]
+    names = [name for name, it in layers(llm)[""].named_parameters() if it.data.dtype is torch.uint8]
     assert len(names) == 2 + 2 * 4
     before = generate(llm)
     for name in names:

@@ -54,7 +54,7 @@ def test_other_weights_and_back(
     llm = engine(models[name], **options)
     first = generate(llm)
     assert first != wanted
-    held = {at: it for at, it in layers(llm)[""].named_parameters() if it.dtype is torch.uint8}
+    held = {at: it for at, it in layers(llm)[""].named_parameters() if it.data.dtype is torch.uint8}
     assert held
     for path, expected in ((others[name], wanted), (models[name], first), (others[name], wanted)):
         reload(llm, path)

@@ -158,7 +158,9 @@ def test_guesses_of_a_draft(models: Models, guesses: None) -> None:
         return
     llm = engine(models["llama"], **loaded)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert {it.weight.dtype for it in runner.drafter.model.modules() if hasattr(it, "tpde")} == {torch.uint8}
+    assert {it.weight.data.dtype for it in runner.drafter.model.modules() if hasattr(it, "tpde")} == {
+        torch.uint8
+    }
     assert generate(llm) == wanted
     close(llm)
 

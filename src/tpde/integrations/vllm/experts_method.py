@@ -94,7 +94,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if self._stacks is not None:
-            if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
+            if any(layer.get_parameter(name).data.dtype != torch.uint8 for name in self._stacks):
                 self._reload(layer)  # vLLM took the layer apart, and loaded it anew
             return
         for name in NAMES:

@@ -74,7 +74,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if HANDLE not in layer._buffers:  # vLLM took the layer apart, and loaded it anew
                 before.reload(layer)
                 return
-            if before.packed is not None and layer.weight.dtype != torch.uint8:
+            if before.packed is not None and layer.weight.data.dtype != torch.uint8:
                 raise refusals.no_reload(self._name)
             self._report.tell()
             return

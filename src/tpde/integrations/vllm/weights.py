@@ -67,12 +67,18 @@ class BlobParameter(nn.Parameter):
     """A blob where a module has a parameter. Other values are not written into it."""
 
     name = ""
+    plain_dtype = torch.uint8  # until it is told
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The plain weight's: some models cast what they multiply to it. The blob's own is `data.dtype`."""
+        return self.plain_dtype
 
     @classmethod
     def of(cls, packed: PackedTensor, memory: Tensor | None = None) -> BlobParameter:
         """That of a packed weight of one source, by default in the source's memory."""
         made = cls(packed.sources[0].memory if memory is None else memory, requires_grad=False)
-        made.name = packed.name
+        made.name, made.plain_dtype = packed.name, packed.dtype
         return made
 
     def copy_(self, *args: Any, **kwargs: Any) -> Any:
