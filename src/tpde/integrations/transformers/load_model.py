@@ -291,7 +291,7 @@ def load_model(
         except TpdeError:
             raise
         except Exception:
-            if kwargs.keys().isdisjoint(("config", "trust_remote_code")):
+            if hasattr(kind, "_from_config") and kwargs.keys().isdisjoint(("config", "trust_remote_code")):
                 skeleton(folder, kind)  # which raises an error of ours if `config.json` is why
             raise
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
