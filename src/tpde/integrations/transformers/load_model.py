@@ -291,7 +291,8 @@ def load_model(
         except TpdeError:
             raise
         except Exception:
-            if hasattr(kind, "_from_config") and kwargs.keys().isdisjoint(("config", "trust_remote_code")):
+            own = kind.__module__.partition(".")[0] == "transformers"  # others may read what they like
+            if own and kwargs.keys().isdisjoint(("config", "trust_remote_code")):
                 skeleton(folder, kind)  # which raises an error of ours if `config.json` is why
             raise
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
