@@ -113,6 +113,7 @@ def kernels(name: str) -> dict[str, Any]:
 
 def engine(model: Path, **options: Any) -> Any:
     """A `vllm.LLM` of a tiny model, by default without compiling."""
+    import torch
     from vllm import LLM
     from vllm.compilation import monitor
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -132,6 +133,7 @@ def engine(model: Path, **options: Any) -> Any:
             **options,
         )
     except Exception:
+        torch.set_default_dtype(torch.float32)  # 0.26 leaves the model's
         cleanup_dist_env_and_memory()  # which the next engine would take for its own
         raise
 
