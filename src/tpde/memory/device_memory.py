@@ -72,7 +72,7 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
         Saying what is needed, what is free, and what to do.
     """
     try:
-        # Nor is it an operator of the model's: selective checkpointing would look for it in the second pass.
+        # It is no operator of the model's: selective checkpointing would look for it in the second pass.
         with torch.inference_mode(False), torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError:

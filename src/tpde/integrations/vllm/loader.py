@@ -19,7 +19,7 @@ from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 
 _GROUP_BYTES = 128 << 20  # of tensors that are decoded while others are copied to the device
-# What vLLM's default loader reads safetensors files by; `refusals` has the others.
+# By these, vLLM's default loader reads safetensors files; `refusals` refuses others for packed ones.
 FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
 Named = tuple[str, Tensor]
 

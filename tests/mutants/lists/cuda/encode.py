@@ -194,7 +194,7 @@ MUTANTS = (
         "cuda/prefix_kernels.py",
         "        if found != asked:\n            return found\n",
         "",
-        "a machine's first load waits for the one tensor in a hundred with a large chunk",
+        "a machine's first load waits when a tensor with a large chunk comes",
         "unit/test_prefix_compiling.py",
     ),
     mutant(
