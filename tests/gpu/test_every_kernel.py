@@ -13,6 +13,7 @@ from support.models import assert_same_bits
 from support.packed import pack
 
 import tpde
+from tpde.cuda import many_rows
 from tpde.cuda.backend import current, launching_on
 from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import MOST_ROWS
@@ -89,9 +90,10 @@ def test_products(shape: tuple[int, int], count: int) -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="other GPUs than Hopper decode matrices for so many rows",
 )
-@pytest.mark.parametrize("shape", [(900, 2112), (513, 256)], ids=str)
-def test_products_of_many_rows(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "runs"), [((900, 2112), 1), ((900, 2112), 3), ((513, 256), 1)], ids=str)
+def test_products_of_many_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], runs: int) -> None:
     """However tiles are cut between blocks, the bits are those of whole ones."""
+    monkeypatch.setattr(many_rows, "runs_of", lambda *_: runs)
     held, (rows, columns), count = Held(*shape), shape, 300
     x = torch.randn((count, columns), device="cuda").bfloat16()
     bias, there = torch.randn(rows, device="cuda").bfloat16(), current()

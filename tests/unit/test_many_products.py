@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from support.window_products import H200, Launches, there
 
 from tpde.codec import windows
 from tpde.codec.windows import sections
+from tpde.cuda import many_rows
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way, room_of
+from tpde.cuda.many_rows import MOST, beats_decoding, blocks_of, many_way, room_of, runs_of
 from tpde.cuda.window_launches import NO_STEPS, steps_of
 
 H100 = DeviceFacts("H100", (9, 0), 132, H200)
@@ -24,20 +26,24 @@ def fp32(words: Any) -> Any:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-def one_after_the_other(made: Made) -> Any:
+def of_runs(made: Made, runs: int) -> Any:
     """What windows.md 9.3 says, with sums of 16 products as the emulated instruction has them."""
     columns = made.window.columns
     sides = fp32(made.x[:, :columns]).astype(np.float64), fp32(windows.decode(made.blob)).astype(np.float64)
     x, words = (np.pad(it, ((0, 0), (0, -columns % 32))) for it in sides)
-    sums = np.zeros((len(x), len(words)), np.float32)
-    for tile in range(0, x.shape[1], 32):
-        for fragment in (0, 4):
-            products = np.zeros(sums.shape)
-            for k in range(16):
-                column = tile + fragment + 8 * (k // 2 % 4) + k % 2 + 2 * (k // 8)
-                products += np.outer(x[:, column], words[:, column])
-            sums = (sums.astype(np.float64) + products).astype(np.float32)
-    bits = (sums + fp32(made.bias)).view(np.uint32)
+    chunks, all_sums = -(-columns // 256), list[Any]()
+    for run in range(runs):
+        sums = np.zeros((len(x), len(words)), np.float32)
+        first, end = (256 * (chunks * it // runs) for it in (run, run + 1))
+        for tile in range(first, min(end, x.shape[1]), 32):
+            for fragment in (0, 4):
+                products = np.zeros(sums.shape)
+                for k in range(16):
+                    column = tile + fragment + 8 * (k // 2 % 4) + k % 2 + 2 * (k // 8)
+                    products += np.outer(x[:, column], words[:, column])
+                sums = (sums.astype(np.float64) + products).astype(np.float32)
+        all_sums.append(sums)
+    bits = (functools.reduce(np.add, all_sums) + fp32(made.bias)).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
@@ -63,7 +69,32 @@ def test_bits(rows: int, columns: int, count: int, blocks: int) -> None:
     have = CPU._replace(multiprocessors=blocks)
     assert blocks_of(have, made.window, count) == blocks
     found = made.by(many_way(have, made.window, count), blocks)
-    assert np.array_equal(found[:-1, :-1], one_after_the_other(made))
+    assert np.array_equal(found[:-1, :-1], of_runs(made, 1))
+    assert (found[-1] == 0x7777).all()
+    assert (found[:, -1] == 0x7777).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "count", "runs"),
+    [
+        (
+            332,
+            1100,
+            300,
+            2,
+        ),  # rows of y that are not at multiples of 16 bytes; a last chunk that is not whole
+        (335, 1024, 130, 4),  # rows of x that are not there, of whole groups of 64 and of others
+        (129, 1400, 257, 3),
+        (48, 2050, 20, 8),  # runs of one chunk, and of two
+    ],
+)
+def test_runs(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, count: int, runs: int) -> None:
+    made = Made(rows, columns, count, escapes=columns == 1024)
+    monkeypatch.setattr(many_rows, "runs_of", lambda *_: runs)
+    blocks = runs * -(-rows // 128) * -(-count // 256)
+    assert blocks_of(CPU, made.window, count) == blocks
+    found = made.by(many_way(CPU, made.window, count), blocks)
+    assert np.array_equal(found[:-1, :-1], of_runs(made, runs))
     assert (found[-1] == 0x7777).all()
     assert (found[:, -1] == 0x7777).all()
 
@@ -76,24 +107,37 @@ def test_other_rows_of_x_change_nothing() -> None:
 
 
 def test_what_an_h100_measured() -> None:
-    """The fastest of decoding, two launches and one, of products whose times are apart by a tenth."""
+    """The faster of decoding and one launch, of products whose times are apart by a tenth."""
     found = {
-        (rows, columns, count): how_many(H100, sections(rows, columns), count)
+        (rows, columns, count): beats_decoding(H100, sections(rows, columns), count)
         for rows, columns in ((28672, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (3072, 2048))
         for count in (136, 256, 512, 1000, 2048)
     }
-    assert {key for key, how in found.items() if how == "many"} == {
-        *((28672, 4096, count) for count in (136, 256, 512, 1000)),
-        (4096, 14336, 1000),
-        (4096, 4096, 1000),
-        *((6144, 4096, count) for count in (512, 1000)),
-    }
-    assert {key for key, how in found.items() if how == "parts"} >= {
-        *((rows, 4096, count) for rows in (4096, 6144) for count in (136, 256)),
-        *((4096, 14336, count) for count in (136, 256)),
-    }
-    assert found[3072, 2048, 256] is None
-    assert all(found[key] is None for key in found if key[2] == 2048)
+    assert found == {key: key[1] > 2048 and key[2] < 2048 for key in found}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "count", "runs"),
+    [
+        (4096, 4096, 256, 4),  # us on an H100, with 1, 2, 3, 4 and 5 runs: 48, 32, 29, 26 and 52
+        (4096, 14336, 512, 2),  # 166, 106, 148
+        (5120, 25600, 256, 3),  # 283, 157, 127 and 190
+        (5120, 25600, 512, 3),  # 321, 344, 256 and 297
+        (6144, 4096, 256, 2),  # 48, 35 and 59
+        (10240, 5120, 256, 1),  # 64, 85 and 78
+        (6144, 4096, 768, 1),  # as many tiles as multiprocessors, and more
+        (8192, 256, 256, 1),  # one chunk
+        (2048, 2304, 256, 3),  # with more, sums would take more memory than the decoded matrix
+    ],
+)
+def test_how_many_runs(rows: int, columns: int, count: int, runs: int) -> None:
+    window = sections(rows, columns)
+    assert runs_of(H100, window, count) == runs
+    tiles = -(-rows // 128) * -(-count // 256)
+    if runs > 1:
+        assert blocks_of(H100, window, count) == tiles * runs
+        x = -(-columns // 256) * 256 * 512 * -(-count // 256)
+        assert room_of(H100, window, count) == x + 8192 + tiles * runs * 131072 <= 2 * rows * columns
 
 
 @pytest.mark.parametrize(
@@ -112,12 +156,12 @@ def test_room_is_no_more_than_decoding_takes() -> None:
     for rows, columns in ((28672, 4096), (8192, 28672), (57344, 8192), (600, 40_000)):
         window = sections(rows, columns)
         for count in range(129, MOST + 1, 100):
-            if how_many(H100, window, count) == "many":
+            if beats_decoding(H100, window, count):
                 assert room_of(H100, window, count) <= min(80 << 20, 2 * rows * columns)
-    assert how_many(H100, sections(6144, 4096), 1024) == "many"
-    assert how_many(H100, sections(6144, 4096), 1025) is None  # 240 tiles take as long as 264
-    assert how_many(H100, sections(8192, 28672), 1000) == "many"
-    assert how_many(H100, sections(8192, 28672), 1100) is None
+    assert beats_decoding(H100, sections(6144, 4096), 1024)
+    assert not beats_decoding(H100, sections(6144, 4096), 1025)  # 240 tiles take as long as 264
+    assert beats_decoding(H100, sections(8192, 28672), 1000)
+    assert not beats_decoding(H100, sections(8192, 28672), 1100)
     assert many_way(H100, sections(4096, 4096), 1000).shared <= H200
 
 
@@ -125,7 +169,7 @@ def test_blocks() -> None:
     """One for each multiprocessor, but no more than there are tiles of eight stripes and 256 rows of x."""
     assert blocks_of(H100, sections(4096, 4096), 1000) == 128
     assert blocks_of(H100, sections(4097, 4096), 1025) == 132
-    assert blocks_of(H100, sections(100, 4096), 257) == 2
+    assert blocks_of(H100, sections(100, 1024), 257) == 2
 
 
 def test_one_launch(launch_on: Any) -> None:
@@ -142,29 +186,20 @@ def test_one_launch(launch_on: Any) -> None:
     assert made.room(1024) == 4 * 16 * 256 * 512 + 8192  # 104 of 132 blocks have a tile in the last round
 
 
-@pytest.mark.parametrize("count", [161, 256])
-def test_two_launches(launch_on: Any, count: int) -> None:
-    found = Launches(launch_on, (9, 0))
-    made = there(sections(4096, 4096))
-    assert made.room(count) == 16 * 128 * 512
-    made.product(32, 4096, count, 48, 5000, 77, 5, 4112)
-    needed: list[tuple[Any, ...]] = []
-    for number, some in enumerate((128, count - 128)):
-        x, y = 32 + 2 * 4096 * 128 * number, 48 + 2 * 5000 * 128 * number
-        needed += [("arrange", x, 4096, some, 4096, 4112), ("wide_product", 4112, some, y, 5000, 77)]
-    assert [(it[0], *it[-5:]) for it in found] == needed
-
-
-def test_where_no_cluster_has_room_matrices_are_decoded(launch_on: Any) -> None:
-    """As on a part of a device: two launches would be sixteen."""
+def test_one_launch_of_runs(launch_on: Any) -> None:
+    """Also on a part of a device that has no room for a cluster."""
     found = Launches(launch_on, (9, 0), clusters=0)
     made = there(sections(4096, 4096))
-    assert [made.takes(count) for count in (128, 129, 200, 256)] == [True, False, False, False]
+    assert [made.takes(count) for count in (128, 129, 200, 256)] == [True] * 4
+    assert made.room(200) == 16 * 256 * 512 + 8192 + 128 * 131072  # x, counts, sums of four runs of 32 tiles
+    made.product(32, 4096, 200, 48, 5000, 77, 5, 4112)
+    assert [(it[0], *it[-5:]) for it in found] == [
+        ("arrange", 32, 4096, 200, 4096, 4112),
+        ("many_product", 4112, 200, 48, 5000, 77),
+    ]
+    assert ("many_product", 128) in [it[:2] for it in found.made]
     with pytest.raises(ValueError, match="many_product is for exactly 200 rows of x, not 300"):
         made.choose(300, many_way(CPU, made.window, 200))
-    made.choose(200, many_way(CPU, made.window, 200))  # in one launch all the same
-    made.product(32, 4096, 200, 48, 5000, 77, 5, 4112)
-    assert [it[0] for it in found] == ["arrange", "many_product"]
 
 
 def test_what_is_decoded(launch_on: Any) -> None:

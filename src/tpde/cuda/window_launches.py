@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 from tpde.codec.windows import Window, sections
 from tpde.cuda.backend import Backend, KernelLaunch
-from tpde.cuda.many_rows import MOST, blocks_of, how_many, many_way
+from tpde.cuda.many_rows import MOST, beats_decoding, blocks_of, many_way
 from tpde.cuda.product_ways import KERNELS, MOST_ROWS, PARTS, TOGETHER, WARPS, Product, ways_of
 from tpde.cuda.tuning import table_of
 
-# For 128 rows of x: with more, by a part of a device that runs no cluster, decoding is faster.
-_MOST_LAUNCHES = 2
 _ARRANGERS, _BESIDE = 256, 8  # threads of a block of `arrange`, and blocks of a multiprocessor at most
 
 
@@ -46,12 +44,11 @@ class ProductSteps(NamedTuple):
 NO_STEPS = ProductSteps((), 0)
 
 
-def steps_by(launch: ProductLaunch, count: int, before: ProductSteps = NO_STEPS) -> ProductSteps:
-    """One launch again and again for so many rows of x, after those before."""
-    begin = before.launches[-1].first + before.launches[-1].rows if before.launches else 0
+def steps_by(launch: ProductLaunch, count: int) -> ProductSteps:
+    """One launch again and again for so many rows of x."""
     firsts = range(0, count, launch.rows)
-    some = (ProductStep(begin + first, min(count - first, launch.rows), launch) for first in firsts)
-    return ProductSteps((*before.launches, *some), max(before.room, launch.room))
+    steps = (ProductStep(first, min(count - first, launch.rows), launch) for first in firsts)
+    return ProductSteps(tuple(steps), launch.room)
 
 
 def tuned_ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
@@ -74,17 +71,11 @@ def _steps(backend: Backend, rows: int, columns: int, flags: int, count: int, de
         made = (launch_of(backend, window, how, device) for how in tuned_ways(backend, window, count, device))
         return steps_by(next(it for it in made if it is not None), count)
     have = backend.facts(device)
-    how = how_many(have, window, count)
-    if how == "many":
-        launch = launch_of(backend, window, many_way(have, window, count), device)
-        assert launch is not None  # it has no clusters
-        return steps_by(launch, count)
-    if how == "parts":
-        first, left = steps_of(backend, window, MOST_ROWS, device), count - MOST_ROWS
-        if len(first.launches) <= _MOST_LAUNCHES:
-            last = steps_of(backend, window, left, device).launches[0].launch
-            return steps_by(last, left, first)
-    return NO_STEPS
+    if not beats_decoding(have, window, count):
+        return NO_STEPS
+    launch = launch_of(backend, window, many_way(have, window, count), device)
+    assert launch is not None  # it has no clusters
+    return steps_by(launch, count)
 
 
 def launch_of(backend: Backend, window: Window, how: Product, device: int) -> ProductLaunch | None:

@@ -1,7 +1,7 @@
 // window_many.cu: products of many rows with a matrix in the window layout (docs/windows.md 9), on Hopper GPUs.
 //
 // A kernel, `arrange`, writes x as `wgmma` takes it, in pieces of 64 columns; `many_product` multiplies. It adds up all
-// columns one after the other (9.3): sums of parts would take more registers than there are.
+// columns one after the other, or those of a run (9.3): sums of 9.2's parts would take more registers than there are.
 //
 // A block takes a tile: eight stripes, one a warp, by NB rows of x. `wgmma` multiplies the words in the registers of a group
 // of four warps by x in shared memory. One more warp has pieces of x copied while others are multiplied; they wait for each
@@ -13,9 +13,13 @@
 // Where a last round would leave many blocks without a tile, tiles are cut: a block begins one that the next block ends, and
 // writes its sums to memory, from where that one goes on. Columns follow each other as ever.
 //
+// With more blocks than tiles, as many have runs of a tile's columns. Each adds up the sums of some rows of x, in the order of
+// runs; those of other rows it writes to memory. It waits a while for the others, not for long: they may not have started.
+// Then it gives its own rows up to the last to come.
+//
 // Macros: those of window.cuh; NB, rows of x of a tile: 256.
 
-#define FLAGS 2048u  // words: whether sums are there, of each block's warps
+#define FLAGS 2048u  // words, of warps: whether sums are there, of each block; of how many runs they are, of each tile
 
 #include "window.cuh"
 #include "hopper.cuh"
@@ -28,9 +32,10 @@
 #define ENDED 2048u  // bytes of a warp's ended sums: 16 rows of the matrix, 64 of x
 #define ROOM (2 * HALF_PLANE + CHUNK_BYTES + ENDED)  // of a warp: two planes of escapes, a chunk, ended sums
 // Registers of threads that multiply, and of others. All have 168 at first, and 64 Ki are there.
-#define REGISTERS 224
-#define OTHER_REGISTERS 56
+#define REGISTERS 232
+#define OTHER_REGISTERS 40
 
+#define POLLS 32u  // how often a block looks whether others have come, some 20 us in all
 #define SUM_BYTES (WIDE * NB * 64)  // of a tile
 
 // Chunks of a tile that a block multiplies at a time, of its first warp's stripe and others'.
@@ -38,54 +43,79 @@ struct Item {
   u32 tile, chunk, end;
 };
 
-// What a block multiplies: tiles that are as far apart as there are blocks, for some rounds. If those that are left are cut,
-// each block has as many of their chunks, from one on, as if tiles were in a row: those of one tile at least. There are as
-// many tiles as blocks at least.
+// What a block multiplies, in shared memory, as registers have no room for it: tiles that are as far apart as there are
+// blocks, for some rounds, of each the same chunks. There are as many tiles as blocks at least, or each block has a run.
+// If tiles that are left are cut, each block has as many of their chunks, from one on, as if tiles were in a row: those of
+// one tile at least. So it has the beginning of a tile up to a chunk, if that is not 0, whole ones, and the one before
+// these from a chunk on, if that is not 0.
 struct Work {
-  u32 chunks, rounds, first, low, high;
+  u32 first, rounds, begin, end, begun, to, whole, wholes, from;
 };
+
+// Whether a block has a run of a tile's columns.
+__device__ __forceinline__ bool in_runs(u32 tiles) { return gridDim.x > tiles; }
 
 // Blocks that are in different chunks at a time take longer, the more tiles are cut: they share less of what comes from
 // memory. So tiles are cut where less than three quarters of a round are left (many-rows.md).
 __device__ __forceinline__ Work work_of(u32 tiles, u32 chunks) {
   const u32 blocks = gridDim.x, over = tiles % blocks;
-  if (4 * over >= 3 * blocks) return {chunks, (tiles - blockIdx.x + blocks - 1) / blocks, 0, 0, 0};
-  const u32 rounds = tiles / blocks - 1, first = rounds * blocks;
-  const u64 left = (u64)(tiles - first) * chunks;
-  return {chunks, rounds, first, (u32)(left * blockIdx.x / blocks), (u32)(left * (blockIdx.x + 1) / blocks)};
+  if (in_runs(tiles)) {
+    const u32 runs = blocks / tiles, run = blockIdx.x / tiles;
+    return {blockIdx.x % tiles, 1, chunks * run / runs, chunks * (run + 1) / runs, 0, 0, 0, 0, 0};
+  }
+  if (4 * over >= 3 * blocks) return {blockIdx.x, (tiles - blockIdx.x + blocks - 1) / blocks, 0, chunks, 0, 0, 0, 0, 0};
+  const u32 rounds = tiles / blocks - 1, others = rounds * blocks;
+  const u64 left = (u64)(tiles - others) * chunks;
+  const u32 low = (u32)(left * blockIdx.x / blocks), high = (u32)(left * (blockIdx.x + 1) / blocks);
+  const u32 last = high / chunks, whole = (low + chunks - 1) / chunks;
+  return {blockIdx.x, rounds, 0, chunks, others + last, high % chunks, others + whole, last - whole, low % chunks};
 }
 
 // The item of a number; false if there is none. Of a share, the beginning of a tile that the next block ends comes first,
 // and the end of one that the block before has begun last: it is never waited for in a circle. Where not all blocks have
 // room at a time, this needs the device to start them in order, as all do, though CUDA does not promise it.
-__device__ __forceinline__ bool item_of(u32 tiles, u32 chunks, u32 k, Item& it) {
-  const Work w = work_of(tiles, chunks);  // for each item: there are no registers to keep it in
-  const u32 from = w.low % w.chunks, to = w.high % w.chunks, last = w.high / w.chunks;
-  const u32 begun = to ? 1 : 0, whole = (w.low + w.chunks - 1) / w.chunks;
-  if (k < w.rounds) it = {k * gridDim.x + blockIdx.x, 0, w.chunks};
-  else if ((k -= w.rounds) < begun) it = {w.first + last, 0, to};
-  else if ((k -= begun) < last - whole) it = {w.first + whole + k, 0, w.chunks};
-  else if (k == last - whole && from) it = {w.first + whole - 1, from, w.chunks};
+__device__ __forceinline__ bool item_of(const Work& w, u32 k, Item& it) {
+  const u32 begun = w.to ? 1 : 0;
+  if (k < w.rounds) it = {k * gridDim.x + w.first, w.begin, w.end};
+  else if ((k -= w.rounds) < begun) it = {w.begun, 0, w.to};
+  else if ((k -= begun) < w.wholes) it = {w.whole + k, 0, w.end};
+  else if (k == w.wholes && w.from) it = {w.whole - 1, w.from, w.end};
   else return false;
   return true;
 }
 
-// A chunk of an item, of a stripe, and whether it is there.
+// A chunk of an item, of a stripe; `end` is 0 after the last.
 struct Cursor {
   u32 stripe, chunk, end, number;
-  bool there;
 };
 
-// Sums of a tile's beginning, between two blocks: of a warp.
-template <typename F>
+// Sums between two blocks, of a warp: of as many tiles of eight rows of x.
+template <u32 N, typename F>
 __device__ __forceinline__ void for_sums(u8* at, float* sum, u32 lane, const F& take) {
   float4* const p = (float4*)at + lane;
 #pragma unroll
-  for (u32 t = 0; t < TILES; t++) take(p + 32 * t, sum + 4 * t);
+  for (u32 t = 0; t < N; t++) take(p + 32 * t, sum + 4 * t);
 }
 
+__device__ __forceinline__ void load_sums(const float4* p, float* s) {
+  const float4 v = *p;
+  s[0] = v.x, s[1] = v.y, s[2] = v.z, s[3] = v.w;
+}
+
+template <u32 N> __device__ __forceinline__ void write_sums(u8* at, float* sum, u32 lane) {
+  for_sums<N>(at, sum, lane, [](float4* p, const float* s) { __stcg(p, make_float4(s[0], s[1], s[2], s[3])); });
+}
+
+template <u32 N> __device__ __forceinline__ void take_sums(u8* at, float* sum, u32 lane) {
+  for_sums<N>(at, sum, lane, [](const float4* p, float* s) {
+    const float4 v = __ldcg(p);
+    s[0] = v.x, s[1] = v.y, s[2] = v.z, s[3] = v.w;
+  });
+}
+
+// Have the next block go on from a tile's beginning.
 __device__ __forceinline__ void leave_sums(u8* at, u32* flag, float* sum, u32 lane) {
-  for_sums(at, sum, lane, [](float4* p, const float* s) { __stcg(p, make_float4(s[0], s[1], s[2], s[3])); });
+  write_sums<TILES>(at, sum, lane);
   __syncwarp();
   if (lane == 0) {
     __threadfence();
@@ -102,11 +132,48 @@ __device__ __forceinline__ void wait_for_sums(u32* flag, u32 lane) {
   __syncwarp();
 }
 
-__device__ __forceinline__ void take_sums(u8* at, float* sum, u32 lane) {
-  for_sums(at, sum, lane, [](const float4* p, float* s) {
-    const float4 v = __ldcg(p);
-    s[0] = v.x, s[1] = v.y, s[2] = v.z, s[3] = v.w;
-  });
+// Count a run whose sums were written; the runs that have given up, by bits, if it is the last, or 1 if others came in time.
+#define TOO_EARLY 0u
+#define IN_TIME 1u
+__device__ __forceinline__ u32 come(u32* count, u32 runs, u32 lane) {
+  u32 found = TOO_EARLY;
+  wait_for_last();  // which has cleared the count
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence();
+    const u32 before = atomicAdd(count, 1u);
+    if (before % 256 + 1 == runs) found = before | IN_TIME;
+#pragma unroll 1
+    for (u32 i = 0; i < POLLS && !found; i++) found = *(volatile u32*)count % 256 == runs;
+    __threadfence();
+  }
+  return __shfl_sync(~0u, found, 0);
+}
+
+// Give up what is a run's own and was written; whether all have come just then, and it is to be done here.
+__device__ __forceinline__ bool came_late(u32* count, u32 run, u32 runs, u32 lane) {
+  u32 before = 0;
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence();
+    before = atomicOr(count, 256u << run);
+    __threadfence();
+  }
+  return __shfl_sync(~0u, before, 0) % 256 == runs;
+}
+
+// Add up sums of 64 rows of x, of runs that are so many bytes apart; one may be in shared memory.
+__device__ __forceinline__ void add_runs(u8* at, u64 apart, u32 runs, u8* own, u32 run, float* sum, u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < 32; i++) sum[i] = 0;
+#pragma unroll 2
+  for (u32 i = 0; i < runs; i++) {
+    float one[32];
+    if (i == run) for_sums<8>(own, one, lane, load_sums);
+    else take_sums<8>(at + i * apart, one, lane);
+#pragma unroll
+    for (u32 k = 0; k < 32; k++) sum[k] += one[k];
+  }
 }
 
 // Copy a lane's share of half a chunk, meanwhile: the codes and half the low bytes, or what is left.
@@ -140,7 +207,9 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   u8* const rooms = xs + STAGES * X_PIECE;  // [WIDE] what warps have for themselves
   // Barriers: a stage is filled, nobody reads it.
   const u32 filled = shared_address(rooms + WIDE * ROOM), emptied = filled + 8 * STAGES;
+  Work& work = *(Work*)(rooms + WIDE * ROOM + 16 * STAGES);
   if (threadIdx.x == 0) {
+    work = work_of(tiles, m.chunks);
     for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
     fence_shared();
   }
@@ -153,7 +222,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     u32 stage = 0, parity = 1;
     Item it;
 #pragma unroll 1
-    for (u32 k = 0; item_of(tiles, m.chunks, k, it); k++) {
+    for (u32 k = 0; item_of(work, k, it); k++) {
       const u8* from = x + ((u64)(it.tile % across) * m.chunks + it.chunk) * (4 * X_PIECE);
 #pragma unroll 1
       for (u32 i = 4 * it.chunk; i < 4 * it.end; i++) {
@@ -175,15 +244,15 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   const auto first_of = [&](u32 tile) { return tile / across * WIDE + warp; };
   const auto stripe_of = [&](u32 tile) { return min(first_of(tile), stripes - 1); };  // or the last again
   Item it;
-  item_of(tiles, m.chunks, 0, it);
+  item_of(work, 0, it);
   Range after = {0, 0};
   const auto next_of = [&](Cursor c) {  // and its range of entries, to `after`
     if (++c.chunk == c.end) {
       Item item = {0, 0, 0};
-      c.there = item_of(tiles, m.chunks, ++c.number, item);
+      item_of(work, ++c.number, item);
       c.stripe = stripe_of(item.tile), c.chunk = item.chunk, c.end = item.end;
     }
-    if (c.there) after = range_of(m, c.stripe, c.chunk);
+    if (c.end) after = range_of(m, c.stripe, c.chunk);
     return c;
   };
   const u32 stripe = stripe_of(it.tile);
@@ -196,7 +265,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   for (u32 i = lane; i < 2 * HALF_PLANE / 16; i += 32) ((uint4*)planes)[i] = make_uint4(0, 0, 0, 0);
   Records ahead = records_of(m, stripe, lane);
   Entries now = load_entries(m, range_of(m, stripe, it.chunk), lane), coming = {0, 0, 0, 0};
-  Cursor then = next_of({stripe, it.chunk, it.end, 0, true});  // the next chunk
+  Cursor then = next_of({stripe, it.chunk, it.end, 0});  // the next chunk
   __syncwarp();
   Put a = put_of(m, now.first, lane < now.count), b = put_of(m, now.second, lane + 32 < now.count);
   put_entries(planes, m, now, a, b, 0, lane);
@@ -210,25 +279,25 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   const auto between = [&](u32 block) { return sums + 4 * FLAGS + (u64)block * SUM_BYTES + warp * (SUM_BYTES / WIDE); };
   const auto flag_of = [&](u32 block) { return (u32*)sums + WIDE * block + warp; };
 #pragma unroll 1
-  for (u32 number = 0; item_of(tiles, m.chunks, number, it); number++) {
+  for (u32 number = 0; item_of(work, number, it); number++) {
     const u32 tile = it.tile, begin = it.chunk, end = it.end;
     float sum[TILES * 4];
 #pragma unroll
     for (u32 t = 0; t < TILES * 4; t++) sum[t] = 0;
-    if (begin) {
+    if (begin && !in_runs(tiles)) {
       wait_for_sums(flag_of(blockIdx.x - 1), lane);
-      take_sums(between(blockIdx.x - 1), sum, lane);
+      take_sums<TILES>(between(blockIdx.x - 1), sum, lane);
     }
     const Rows r = rows_of(ahead, m.zero);
     Item following;
-    if (item_of(tiles, m.chunks, number + 1, following)) ahead = records_of(m, stripe_of(following.tile), lane);
+    if (item_of(work, number + 1, following)) ahead = records_of(m, stripe_of(following.tile), lane);
     u32 i = begin;
 #pragma unroll 1
     do {  // a loop that might be left out would have the compiler wait for each product: sums that are loaded are no zeros
       const u32 pairs = pairs_of(m, i);
       Cursor far = then;
       coming = {0, 0, 0, 0};
-      if (then.there) {
+      if (then.end) {
         coming = load_entries(m, after, lane);
         far = next_of(then);
       }
@@ -264,7 +333,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         __syncwarp();  // the next chunk comes where this one was read
-        if (then.there) fetch_half(to, place_of(m, then.stripe, then.chunk), half, lane);
+        if (then.end) fetch_half(to, place_of(m, then.stripe, then.chunk), half, lane);
         close_copies();
         wipe_entries(plane, m, now, a, b, half, lane);
       }
@@ -276,38 +345,75 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     leave();
 #pragma unroll
     for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[t]);  // they are read here, not above
-    if (end < m.chunks) {
+    if (end < m.chunks && !in_runs(tiles)) {
       leave_sums(between(blockIdx.x), flag_of(blockIdx.x), sum, lane);
       continue;
     }
     const u32 row = 16 * first_of(tile), first = tile % across * NB;
-    if (row + 16 <= m.rows && y_stride % 8 == 0 && (u64)y % 16 == 0) {
-      const bool add = bias;
-      const float low = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4) << 16) : 0;
-      const float high = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4 + 8) << 16) : 0;
-#pragma unroll
-      for (u32 t = 0; t < TILES; t += 8) {
+    const bool turned = row + 16 <= m.rows && y_stride % 8 == 0 && (u64)y % 16 == 0, add = bias;
+    // Write y of eight tiles of eight rows of x, those from `of` on.
+    const auto end_rows = [&](const float* sum, u32 of) {
+      if (turned) {
+        const float low = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4) << 16) : 0;
+        const float high = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4 + 8) << 16) : 0;
         // 64 rows of x: 32 bytes each, whose halves trade places in every other four, so that they meet no bank.
         const u32 k = lane / 16 * 8 + lane % 8, half = lane / 8 % 2 ^ k / 4 % 2;
 #pragma unroll
         for (u32 j = 0; j < 8; j += 2) {
-          const float* const s = sum + 4 * (t + j);
+          const float* const s = sum + 4 * j;
           store_turned(made + 256 * j + 32 * k + 16 * half, two_ended(s[0], s[1], low, add), two_ended(s[2], s[3], high, add),
                        two_ended(s[4], s[5], low, add), two_ended(s[6], s[7], high, add));
         }
         __syncwarp();
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
-          const u32 of = 16 * j + lane / 2, k = first + 8 * t + of;
-          const uint4 v = *(const uint4*)(held + CHUNK_BYTES + 32 * of + 16 * (lane % 2 ^ of / 4 % 2));
+          const u32 i = 16 * j + lane / 2, k = first + 8 * of + i;
+          const uint4 v = *(const uint4*)(held + CHUNK_BYTES + 32 * i + 16 * (lane % 2 ^ i / 4 % 2));
           if (k < n) *(uint4*)(y + k * y_stride + row + 8 * (lane % 2)) = v;
         }
         __syncwarp();
-      }
-    } else {
+      } else {
 #pragma unroll
-      for (u32 t = 0; t < TILES; t++)
-        store_ended(y, y_stride, n, m.rows, first + 8 * t + lane % 4 * 2, row + lane / 4, make_float4(sum[4 * t], sum[4 * t + 1], sum[4 * t + 2], sum[4 * t + 3]), bias);
+        for (u32 j = 0; j < 8; j++)
+          store_ended(y, y_stride, n, m.rows, first + 8 * (of + j) + lane % 4 * 2, row + lane / 4,
+                      make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]), bias);
+      }
+    };
+    if (!in_runs(tiles)) {
+#pragma unroll
+      for (u32 t = 0; t < TILES; t += 8) end_rows(sum + 4 * t, t);
+      continue;
     }
+    const u32 runs = gridDim.x / tiles, run = blockIdx.x / tiles;
+    const auto owner_of = [&](u32 t) { return (t / 8 + warp) % runs; };
+    const auto kept = [&](u32 t) { return planes + 4096 * (t / 8 / runs); };  // its own rows, where escapes and a chunk were
+    __syncwarp();  // no lane wipes escapes any more
+#pragma unroll
+    for (u32 t = 0; t < TILES; t += 8) {
+      if (first + 8 * t >= n) continue;
+      if (owner_of(t) == run)
+        for_sums<8>(kept(t), sum + 4 * t, lane, [](float4* p, const float* s) { *p = make_float4(s[0], s[1], s[2], s[3]); });
+      else write_sums<8>(between(blockIdx.x) + 512 * t, sum + 4 * t, lane);
+    }
+    u32* const count = flag_of(tile);
+    u32 came = come(count, runs, lane);
+    float all[8 * 4];
+    if (came == TOO_EARLY) {
+#pragma unroll 1
+      for (u32 t = 0; t < TILES && first + 8 * t < n; t += 8) {
+        if (owner_of(t) != run) continue;
+        for_sums<8>(kept(t), all, lane, load_sums);
+        write_sums<8>(between(blockIdx.x) + 512 * t, all, lane);
+      }
+      if (!came_late(count, run, runs, lane)) return;
+    }
+#pragma unroll 1
+    for (u32 t = 0; t < TILES && first + 8 * t < n; t += 8) {
+      const u32 owner = owner_of(t);
+      if (owner != run && !(came >> owner & 256)) continue;
+      add_runs(between(tile) + 512 * t, (u64)tiles * SUM_BYTES, runs, kept(t), owner == run ? run : ~0u, all, lane);
+      end_rows(all, t);
+    }
+    return;
   }
 }
