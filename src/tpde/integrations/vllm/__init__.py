@@ -12,7 +12,7 @@ How it fits together:
   shard and merge what comes from the files, layer by layer, so that tensor parallelism and merged projections
   need nothing here. When a layer is complete, `process_weights_after_loading` packs it (`weights.hold`).
 - What is at rest is a `weights.Weight`: packed, or plain where it would not shrink. Its module has the blob
-  as its `weight`, and a handle, a buffer of 16 bytes. Compiled code sees the handle alone
+  as its `weight` (`blob_parameter`), and a handle, a buffer of 16 bytes. Compiled code sees the handle alone
   (`handle_operators`), and depends on no number, size or form of a weight: all layers share it, vLLM's cache
   of compiled code holds for the next process, and CUDA graphs keep addresses that stay.
 - What is computed from decoded weights goes through the method that the plain layer would have, with its

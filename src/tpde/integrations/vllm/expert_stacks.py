@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tpde.format.blob_header import align
 from tpde.integrations.vllm import internals
-from tpde.integrations.vllm.weights import BlobParameter, give_handle, replace
+from tpde.integrations.vllm.blob_parameter import BlobParameter
+from tpde.integrations.vllm.weights import give_handle, replace
 from tpde.weights.launch import capturing
 from tpde.weights.source import ALIGN
 
@@ -84,6 +85,7 @@ class ExpertStack:
         room.reserve(self.end)
         packed.prepare()
         self._name, self._parameter = name, BlobParameter.of(packed)
+        self._parameter.plain_shape = tuple(self.shape)  # of which what is packed merges some
         setattr(layer, name, self._parameter)
         self._buffer = give_handle(self, layer, self.handle, packed.device)
         self._recorded = internals.records_graphs()

@@ -137,3 +137,13 @@ def no_reload(name: str) -> PackedWeight:
         hint="start vLLM with the new weights",
         where=name,
     )
+
+
+def no_matrix(name: str) -> PackedWeight:
+    """The refusal to give a packed matrix as a tensor, to code of a model that is none of its layers'."""
+    return PackedWeight(
+        f"the weight of `{name or 'an embedding'}` is packed, and code of this model takes it for a plain "
+        "matrix, to cut or to multiply it past its layer",
+        hint="serve this model without tpde; of a draft, leave its `quantization` out",
+        where=name or None,
+    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
 from tpde.integrations.vllm import internals, refusals
+from tpde.integrations.vllm.blob_parameter import BlobParameter
 from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
@@ -61,35 +62,6 @@ def _in_windows(plain: Tensor, name: str, spare: bool) -> PackedTensor | None:
     elif plain.dim() == 3:
         made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False, prepared=False, spare=spare)
     return None if made is None else PackedTensor(made)
-
-
-class BlobParameter(nn.Parameter):
-    """A blob where a module has a parameter. Other values are not written into it."""
-
-    name = ""
-    plain_dtype = torch.uint8  # until it is told
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The plain weight's: some models cast what they multiply to it. The blob's own is `data.dtype`."""
-        return self.plain_dtype
-
-    @classmethod
-    def of(cls, packed: PackedTensor, memory: Tensor | None = None) -> BlobParameter:
-        """That of a packed weight of one source, by default in the source's memory."""
-        made = cls(packed.sources[0].memory if memory is None else memory, requires_grad=False)
-        made.name, made.plain_dtype = packed.name, packed.dtype
-        return made
-
-    def copy_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse it: so vLLM writes weights that come in the form that it has in memory.
-
-        Raises
-        ------
-        PackedWeight
-            Always.
-        """
-        raise refusals.no_reload(self.name)
 
 
 class Weight:

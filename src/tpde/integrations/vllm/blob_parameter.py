@@ -1,0 +1,106 @@
+"""The parameter of a layer whose weight is packed: a blob that says of itself what the plain weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tpde.integrations.vllm import refusals
+from tpde.weights.packed_tensor import PackedTensor
+
+# What models do with matrices past their layers. Of a blob these would give bytes, most without a word.
+_TAKEN_APART = (
+    Tensor.__getitem__,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    Tensor.chunk,
+    Tensor.float,
+    Tensor.index_select,
+    Tensor.matmul,
+    Tensor.mm,
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.narrow,
+    Tensor.permute,
+    Tensor.reshape,
+    Tensor.split,
+    Tensor.t,
+    Tensor.transpose,
+    Tensor.unbind,
+    Tensor.view,
+    functional.embedding,
+    functional.linear,
+    torch.cat,
+    torch.chunk,
+    torch.index_select,
+    torch.matmul,
+    torch.mm,
+    torch.split,
+    torch.stack,
+    torch.transpose,
+)
+
+
+class BlobParameter(nn.Parameter):
+    """A blob where a module has a parameter. Other values are not written into it, and it is not taken apart.
+
+    vLLM copies `data`, which is the blob as a plain tensor. `size` and `dim` are the blob's: PyTorch's
+    compiler asks for these, and for its strides, where compiled code has a parameter.
+    """
+
+    name = ""
+    plain_dtype = torch.uint8  # until it is told
+    plain_shape: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The plain weight's: some models cast what they multiply to it. The blob's own is `data.dtype`."""
+        return self.plain_dtype
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The plain weight's: a draft takes the model's embedding if it has as many columns."""
+        return self.data.shape if self.plain_shape is None else torch.Size(self.plain_shape)
+
+    @classmethod
+    def of(cls, packed: PackedTensor, memory: Tensor | None = None) -> BlobParameter:
+        """That of a packed weight of one source, by default in the source's memory."""
+        made = cls(packed.sources[0].memory if memory is None else memory, requires_grad=False)
+        made.name, made.plain_dtype, made.plain_shape = packed.name, packed.dtype, packed.shape
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As of any parameter, but for what takes a matrix apart or multiplies it.
+
+        Raises
+        ------
+        PackedWeight
+            If it is that.
+        """
+        if func in _TAKEN_APART:
+            raise refusals.no_matrix(next(it.name for it in _flat(args, kwargs) if isinstance(it, cls)))
+        with torch._C.DisableTorchFunctionSubclass():  # which the compiler can trace
+            return func(*args, **(kwargs or {}))
+
+    def copy_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: so vLLM writes weights that come in the form that it has in memory.
+
+        Raises
+        ------
+        PackedWeight
+            Always.
+        """
+        raise refusals.no_reload(self.name)
+
+
+def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
+    for it in (*args, *(kwargs or {}).values()):
+        if isinstance(it, list | tuple):
+            yield from it
+        else:
+            yield it
