@@ -38,7 +38,7 @@ def saved(at: Path, name: str, **more: Any) -> Path:
     torch.manual_seed(0)
     kind = name.removesuffix("Text")
     made = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**SIZES, **more)
+        getattr(transformers, f"{name}Config")(**(SIZES | more))
     ).to(torch.bfloat16)
     for parameter, value in made.named_parameters():
         if parameter.endswith("bias"):
@@ -166,3 +166,109 @@ def test_a_tied_head_of_transformers_own_code(tmp_path: Path) -> None:
 def test_ways_of_reading_that_decode_nothing(models: Models) -> None:
     with pytest.raises(InvalidInput, match="`--load-format npcache` reads files in a way of its own"):
         engine(models["llama-packed"], load_format="npcache")
+
+
+def save_chatglm(at: Path) -> Path:
+    """A ChatGLM of random weights, in the form of its own files: transformers has no code of it."""
+    import json
+
+    from safetensors.torch import save_file
+
+    config = {
+        "architectures": ["ChatGLMModel"],
+        "model_type": "chatglm",
+        "num_layers": 2,
+        "padded_vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "kv_channels": 32,
+        "num_attention_heads": 4,
+        "seq_length": 256,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "add_qkv_bias": True,
+        "add_bias_linear": False,
+        "rmsnorm": True,
+        "apply_residual_connection_post_layernorm": False,
+        "post_layer_norm": True,
+        "original_rope": True,
+        "layernorm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": VOCABULARY - 1,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (VOCABULARY, 128),
+        "encoder.final_layernorm.weight": (128,),
+    }
+    for i in range(2):
+        shapes |= {
+            f"encoder.layers.{i}.input_layernorm.weight": (128,),
+            f"encoder.layers.{i}.mlp.dense_4h_to_h.weight": (128, 256),
+            f"encoder.layers.{i}.mlp.dense_h_to_4h.weight": (512, 128),
+            f"encoder.layers.{i}.post_attention_layernorm.weight": (128,),
+            f"encoder.layers.{i}.self_attention.dense.weight": (128, 128),
+            f"encoder.layers.{i}.self_attention.query_key_value.bias": (256,),
+            f"encoder.layers.{i}.self_attention.query_key_value.weight": (256, 128),
+        }
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"transformer.{name}": (0.06 * torch.randn(shape, generator=draw) + ("norm" in name)).bfloat16()
+        for name, shape in shapes.items()
+    }
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps(config))
+    save_file(tensors, at / "model.safetensors", {"format": "pt"})
+    save_tokenizer(at)
+    return at
+
+
+@pytest.mark.quick
+def test_a_head_that_is_given_the_embeddings_weight(tmp_path: Path) -> None:
+    """By an assignment, where other models call a method: ChatGLM's."""
+    plain = save_chatglm(tmp_path / "plain")
+    wanted = generated(plain)
+    assert generated(plain, **TPDE) == wanted
+    assert generated(packed(plain)) == wanted
+
+
+def test_weights_that_are_given_other_loaders(tmp_path: Path) -> None:
+    """After their layers were made: those of Mamba 2's mixers, whose one group both workers have."""
+    sizes = {"num_heads": 8, "head_dim": 32, "n_groups": 1, "expand": 2, "state_size": 32, "chunk_size": 64}
+    plain = saved(tmp_path, "Mamba2", **sizes)
+    two = {"tensor_parallel_size": 2}
+    wanted = generated(plain, **two)
+    assert generated(packed(plain), **two) == wanted
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["plain", "packed"])
+def test_layers_with_biases_are_packed_while_files_are_read(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once its last tensor came, so that no others wait on the device."""
+    from support.vllm import save_llama
+
+    from tpde.integrations.vllm import linear_method, loader
+
+    held: list[str] = []
+    by_then: list[list[str]] = []
+    hold, read = linear_method.hold, loader.TpdeModelLoader.get_all_weights
+
+    def noted(report: Any, plain: Any, name: str, **options: Any) -> Any:
+        held.append(name)
+        return hold(report, plain, name, **options)
+
+    def all_read(self: Any, *args: Any) -> Any:
+        yield from read(self, *args)
+        by_then.append(list(held))
+
+    monkeypatch.setattr(linear_method, "hold", noted)
+    monkeypatch.setattr(loader.TpdeModelLoader, "get_all_weights", all_read)
+    plain = save_llama(tmp_path / "plain", biases=True)
+    if how == "packed":
+        generated(packed(plain))
+    else:
+        generated(plain, **TPDE)
+    assert by_then == [held]
+    assert len(held) == 2 + 2 * 4

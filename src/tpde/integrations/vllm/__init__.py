@@ -22,7 +22,8 @@ How it fits together:
   would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
   Experts alone share one room (`expert_stacks`): theirs is large, and all layers run them on one stream.
 - `loader` decodes packed files tensor by tensor, before a model looks at names. It is vLLM's default loader
-  but for that, and takes its place where vLLM has a `TpdeConfig`; for other models it is that loader.
+  but for that, and takes its place where vLLM has a `TpdeConfig`; for other models it is that loader. Models
+  do things to layers that these do not hear of: `before_reading` sees to that before the first tensor.
 - `internals` has what differs between versions of vLLM, and all that its documentation does not describe.
 - `refusals` names what does not work, `sleep_mode` what of vLLM's sleep does, `report` says what was gained.
 """

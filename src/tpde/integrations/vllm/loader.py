@@ -123,7 +123,10 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load a model's weights, and have vLLM look for those that no file has, as of plain models."""
         if model_config.quantization == METHOD:
+            from tpde.integrations.vllm import before_reading
+
             internals.track_weights(self)
+            before_reading.prepare(model)
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:

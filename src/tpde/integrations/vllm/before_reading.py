@@ -1,0 +1,49 @@
+"""What is seen to once a model was made, before its weights are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from tpde.integrations.vllm import internals
+from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
+from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
+from tpde.integrations.vllm.linear_method import TpdeLinearMethod
+
+
+def prepare(model: nn.Module) -> None:
+    """Have each packed layer of a model get its values by loaders that pack it when the last has come.
+
+    Layers got such loaders for their weights when these were created. After that, vLLM gives layers their
+    biases, whose names sort before the weights': they would come uncounted, and their layers wait for them
+    until all files are read, with decoded weights on the device (of a GPT-2, 86 % of the model). Some models
+    give weights other loaders, as mixers of Mamba 2 do: no values would be counted, and none be packed. What
+    has a loader that counts, vLLM leaves as it is.
+    """
+    _tie(model)
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, TpdeLinearMethod | TpdeExpertsMethod) and method.uses_meta_device:
+            internals.initialize_online_processing(layer)
+
+
+def _tie(model: nn.Module) -> None:
+    """Put the embedding itself where a model gave its weight to a head.
+
+    As `tie_weights` does, which not all models call. Values come for the embedding alone, and the head would
+    keep a parameter that has none.
+    """
+    first: dict[int, Any] = {}
+    for it in sorted(model.modules(), key=lambda it: isinstance(it, ParallelLMHead)):
+        if _is_packed(it):
+            first.setdefault(id(it.weight), it)
+    for parent in list(model.modules()):
+        for name, head in list(parent._modules.items()):
+            if isinstance(head, ParallelLMHead) and _is_packed(head) and first[id(head.weight)] is not head:
+                setattr(parent, name, head.quant_method.tie_weights(head, first[id(head.weight)]))
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), TpdeEmbeddingMethod)
