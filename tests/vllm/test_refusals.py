@@ -48,6 +48,11 @@ def overrides(**said: Any) -> dict[str, Any]:
         (overrides(version=99), UnsupportedVersion, "version 99"),
         (overrides(source={"quant_method": "gptq"}), InvalidInput, "quantized with `gptq`"),
         (TPDE | {"cpu_offload_gb": 1}, InvalidInput, "--cpu-offload-gb"),
+        (
+            TPDE | {"hf_overrides": {"head_dtype": "float32"}},
+            InvalidInput,
+            "`head_dtype` asks for a head in float32",
+        ),
         (TPDE | {"load_format": "sharded_state"}, InvalidInput, "sharded_state"),
         (
             kernels("fused") | {"quantization_config": {"linear": "fp8_per_tensor"}},
@@ -65,6 +70,44 @@ def test_refused(models: Models, options: dict[str, Any], error: type[Exception]
 def test_another_quantization_of_a_packed_model(models: Models) -> None:
     with pytest.raises(ValueError, match="does not match"):  # vLLM's own
         engine(models["llama-packed"], quantization="fp8")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("said", "more", "error", "text"),
+    [
+        ({"quant_method": "fp8"}, {}, InvalidInput, "the model's files are quantized with `fp8`"),
+        (
+            {"quant_method": "tpde", "version": 1},
+            {"load_format": "npcache"},
+            InvalidInput,
+            "--load-format npc",
+        ),
+        (
+            {"quant_method": "tpde", "version": 1, "source": {"quant_method": "gptq"}},
+            {},
+            InvalidInput,
+            "was quantized with `gptq`",
+        ),
+        ({"quant_method": "tpde", "version": 99}, {}, UnsupportedVersion, "version 99"),
+    ],
+)
+def test_overrides_do_not_hide_what_files_say(
+    models: Models,
+    tmp_path: Path,
+    said: dict[str, Any],
+    more: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    """A `quantization_config` that asks for kernels takes the place of the file's."""
+    import shutil
+
+    shutil.copytree(models["llama-packed"], tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    with pytest.raises(error, match=text):
+        engine(tmp_path / "model", **kernels("exact"), **more)
 
 
 def test_reloading(models: Models) -> None:
@@ -123,7 +166,14 @@ def test_sleep_that_loses_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.integrations.vllm import internals, refusals
 
-    model = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem", quantization_config=None)
+    model = SimpleNamespace(
+        enable_sleep_mode=True,
+        sleep_mode_backend="cumem",
+        quantization_config=None,
+        runner_type="generate",
+        head_dtype="bfloat16",
+        dtype="bfloat16",
+    )
     offload = SimpleNamespace(
         uva=SimpleNamespace(cpu_offload_gb=0),
         prefetch=SimpleNamespace(offload_group_size=0),
@@ -197,7 +247,7 @@ def test_experts_that_stay_plain(
     how = SimpleNamespace(offload_group_size=moved)
     config = SimpleNamespace(
         lora_config=adapters,
-        parallel_config=SimpleNamespace(use_ubatching=halves),
+        parallel_config=SimpleNamespace(use_ubatching=halves, enable_eplb=False),
         offload_config=SimpleNamespace(
             prefetch=how, uva=SimpleNamespace(cpu_offload_gb=0), offload_backend="auto"
         ),
@@ -209,6 +259,9 @@ def test_experts_that_stay_plain(
     assert text in lines[0]
     config.lora_config, config.parallel_config.use_ubatching, how.offload_group_size = None, False, 0
     assert refusals.can_pack_experts()
+    config.parallel_config.enable_eplb = True
+    with pytest.raises(InvalidInput, match="`--enable-eplb` moves experts"):
+        refusals.can_pack_experts()
 
 
 @pytest.mark.quick

@@ -112,14 +112,29 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Do not tie a head to the embeddings where packed files have one of its own.
+        """See to what the model's files say, of which vLLM did not tell all.
 
-        vLLM does so for plain files, from 0.29 on; packed ones have other names.
+        `quantization_config` in `--hf-overrides` takes the place of the file's, with all that it says. And a
+        head is not tied to the embeddings where packed files have one of its own: vLLM looks for that in
+        plain files, from 0.29 on; packed ones have other names.
+
+        Raises
+        ------
+        InvalidInput
+            If the model is quantized otherwise, or was before it was packed.
+        UnsupportedVersion
+            If the weights were packed by a newer tpde.
         """
+        from tpde.integrations.vllm import internals, refusals
+
+        said = internals.quantization_of_files(model_name, revision)
+        if said is not None and said.get("quant_method") != METHOD:
+            raise refusals.quantized(said)
+        if said is not None:
+            PackedConfig(**said)
+            self.of_files = "version" in said
         if not getattr(hf_config, "tie_word_embeddings", False):
             return
-        from tpde.integrations.vllm import internals
-
         if not internals.unties_heads():
             return
         if any(name.endswith(_LM_HEAD + SUFFIX) for name in internals.names_in_files(model_name, revision)):

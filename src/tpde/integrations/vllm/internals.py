@@ -32,6 +32,7 @@ from vllm.model_executor.offloader import prefetch
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import direct_register_custom_op
 
 __all__ = [
@@ -48,7 +49,9 @@ __all__ = [
 # Names in vLLM, each with what does not work without it.
 RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
+    "config.ModelConfig.head_dtype": "refusals: heads of another dtype",
     "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
+    "config.ParallelConfig.enable_eplb": "refusals: experts that move between devices",
     "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
     "config.CompilationConfig.cudagraph_mode": "other weights for a model that serves",
     "config.PassConfig.fuse_allreduce_rms": "a warning that results depend on the number of GPUs",
@@ -72,6 +75,7 @@ RELIED_ON = {
     "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "packed weights in host memory",
     "platforms.current_platform": "exact products in compiled code",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
+    "transformers_utils.repo_utils.get_hf_file_to_dict": "refusals, of what `--hf-overrides` hide",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }
 
@@ -251,6 +255,20 @@ def unties_heads() -> bool:
 def names_in_files(model: str, revision: str | None) -> set[str]:
     """The tensors of a model's safetensors files; none if it has no such files."""
     return set(get_safetensors_params_metadata(model, revision=revision) or ())
+
+
+def quantization_of_files(model: str, revision: str | None) -> dict[str, Any] | None:
+    """What a model's `config.json` says of quantization, in the places where vLLM looks; None if nothing.
+
+    Of `quantization_config`, vLLM's own configuration has what `--hf-overrides` say, and no more.
+    """
+    config = get_hf_file_to_dict("config.json", model, revision) or {}
+    for part in (config, config.get("text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(part.get(name), dict):
+                found: dict[str, Any] = part[name]
+                return found
+    return None
 
 
 def why_decoded(method: Any, layer: Any) -> str | None:

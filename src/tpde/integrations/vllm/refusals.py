@@ -42,6 +42,7 @@ def check(of_files: bool) -> None:
     if internals.prefetches_weights():
         _check_offloading(config)
     sleep_mode.choose(config.model_config)
+    _check_head(config.model_config)
     load_format = config.load_config.load_format
     if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
         raise InvalidInput(
@@ -57,6 +58,19 @@ def check(of_files: bool) -> None:
             hint="leave `--load-format` out",
             where="load_format",
             found=load_format,
+        )
+
+
+def _check_head(model: Any) -> None:
+    """Refuse a head that computes in another dtype than the model; models that pool make one of their own."""
+    wanted, own = (str(it).removeprefix("torch.") for it in (model.head_dtype, model.dtype))
+    if model.runner_type != "pooling" and wanted != own:
+        raise InvalidInput(
+            f"`head_dtype` asks for a head in {wanted}, and packed ones compute in {own}, as the model does",
+            hint='leave it out, or give `--hf-overrides \'{"head_dtype": "model"}\'`',
+            where="head_dtype",
+            found=wanted,
+            needed=own,
         )
 
 
@@ -97,6 +111,11 @@ def can_pack_experts() -> bool:
 
     Adapters on them take plain weights, and offloading moves them. Where two halves of a batch run at a time,
     one would decode over what the other multiplies.
+
+    Raises
+    ------
+    InvalidInput
+        If vLLM is to move them from device to device while it serves.
     """
     config = get_current_vllm_config()
     if config.lora_config is not None:
@@ -105,9 +124,27 @@ def can_pack_experts() -> bool:
         log.warning("tpde: experts stay plain, as `--offload-group-size` moves them")
     elif config.parallel_config.use_ubatching:
         log.warning("tpde: experts stay plain, as halves of a batch (`--enable-dbo`) run at a time")
+    elif config.parallel_config.enable_eplb:
+        raise InvalidInput(
+            "`--enable-eplb` moves experts from device to device, which packed ones cannot",
+            hint="leave it out",
+            where="parallel_config",
+        )
     else:
         return True
     return False
+
+
+def quantized(said: dict[str, Any]) -> InvalidInput:
+    """The error for files that are quantized, as they say, where `--hf-overrides` say that they are not."""
+    method = said.get("quant_method")
+    return InvalidInput(
+        f"the model's files are quantized with `{method}`, in whose place `--hf-overrides` put tpde",
+        hint="leave `quantization_config` out, or take the files of the model before it was quantized",
+        where="quantization_config",
+        found=method,
+        needed=METHOD,
+    )
 
 
 def no_values(name: str) -> InvalidInput:
