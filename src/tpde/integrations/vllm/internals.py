@@ -46,6 +46,9 @@ __all__ = [
     "initialize_online_processing",
 ]
 
+# By these, vLLM's default loader reads safetensors files; `refusals` refuses others for packed ones.
+FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
+
 # Names in vLLM, each with what does not work without it.
 RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",

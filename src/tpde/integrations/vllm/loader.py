@@ -19,8 +19,6 @@ from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 
 _GROUP_BYTES = 128 << 20  # of tensors that are decoded while others are copied to the device
-# By these, vLLM's default loader reads safetensors files; `refusals` refuses others for packed ones.
-FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
 Named = tuple[str, Tensor]
 
 _registered = False
@@ -105,7 +103,7 @@ def register() -> None:
     if not _registered:
         _registered = True
         with internals.no_warnings_of_loaders():
-            for load_format in (METHOD, *FORMATS):
+            for load_format in (METHOD, *internals.FORMATS):
                 register_model_loader(load_format)(TpdeModelLoader)
 
 

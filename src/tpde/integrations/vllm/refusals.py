@@ -9,7 +9,6 @@ from vllm.config import get_current_vllm_config
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.constants import METHOD
 from tpde.integrations.vllm import internals, sleep_mode
-from tpde.integrations.vllm.loader import FORMATS
 from tpde.integrations.vllm.report import log
 
 
@@ -52,7 +51,7 @@ def check(of_files: bool) -> None:
             where="load_format",
             found=load_format,
         )
-    if of_files and load_format not in (METHOD, "dummy", *FORMATS):
+    if of_files and load_format not in (METHOD, "dummy", *internals.FORMATS):
         raise InvalidInput(
             f"`--load-format {load_format}` reads files in a way of its own, which decodes no packed ones",
             hint="leave `--load-format` out",
