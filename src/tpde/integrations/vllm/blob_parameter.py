@@ -52,7 +52,7 @@ class BlobParameter(nn.Parameter):
     compiler asks for these, and for its strides, where compiled code has a parameter.
     """
 
-    name = ""
+    layer_name = ""  # not `name`, which tensors have, and the compiler reads of no other class
     plain_dtype = torch.uint8  # until it is told
     plain_shape: tuple[int, ...] | None = None
 
@@ -70,7 +70,7 @@ class BlobParameter(nn.Parameter):
     def of(cls, packed: PackedTensor, memory: Tensor | None = None) -> BlobParameter:
         """That of a packed weight of one source, by default in the source's memory."""
         made = cls(packed.sources[0].memory if memory is None else memory, requires_grad=False)
-        made.name, made.plain_dtype, made.plain_shape = packed.name, packed.dtype, packed.shape
+        made.layer_name, made.plain_dtype, made.plain_shape = packed.name, packed.dtype, packed.shape
         return made
 
     @classmethod
@@ -83,7 +83,7 @@ class BlobParameter(nn.Parameter):
             If it is that.
         """
         if func in _TAKEN_APART:
-            raise refusals.no_matrix(next(it.name for it in _flat(args, kwargs) if isinstance(it, cls)))
+            _refuse([it.layer_name for it in _flat(args, kwargs) if isinstance(it, cls)])
         with torch._C.DisableTorchFunctionSubclass():  # which the compiler can trace
             return func(*args, **(kwargs or {}))
 
@@ -95,7 +95,13 @@ class BlobParameter(nn.Parameter):
         PackedWeight
             Always.
         """
-        raise refusals.no_reload(self.name)
+        raise refusals.no_reload(self.layer_name)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse(names: list[str]) -> None:
+    """Raise it; PyTorch's compiler, too, which calls this while it traces, and reports what is raised."""
+    raise refusals.no_matrix(names[0] if names else "")
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
