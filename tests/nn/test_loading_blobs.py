@@ -115,15 +115,18 @@ def test_users_are_told_once_of_a_new_blob() -> None:
 
     class User:
         def changed(self) -> None:
-            told.append(1)
+            told.append("changed")
+
+        def updated(self) -> None:
+            told.append("updated")
 
     user = User()
     one.watch(user)  # type: ignore[arg-type]
     one.load(packed(1))
-    assert told == [1]
+    assert told == ["updated", "changed"]
     one.refresh()
     one.load(one.clone())  # the same bytes: a tied weight, the second time
-    assert told == [1]
+    assert told == ["updated", "changed"]
 
 
 def test_what_was_loaded_is_not_the_callers() -> None:

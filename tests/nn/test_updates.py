@@ -14,7 +14,7 @@ from support.tunes import tuned
 
 import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
-from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
+from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict, set_kernels
 from tpde.store.delta_file import DeltaFile
 from tpde.weights import apply_delta
 from tpde.weights.changed import Changed
@@ -232,6 +232,55 @@ def test_gradients_of_what_was_updated_meanwhile_are_refused() -> None:
         loss.backward()
     with pytest.raises(InvalidInput, match="compute the forward pass anew"):
         compiled.backward()
+
+
+def load(model: Any, other: Any, how: str) -> None:
+    """Give a layer another's packed weight."""
+    if how == "copy_":
+        with torch.no_grad():
+            model.weight.copy_(other.weight)
+    else:
+        model.load_state_dict(other.state_dict(), assign=how == "assigned")
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fused"])
+@pytest.mark.parametrize("how", ["loaded", "assigned", "copy_"])
+def test_gradients_of_what_was_loaded_meanwhile_are_refused(kernels: Any, how: str) -> None:
+    def layers() -> list[Any]:
+        made = [torch.nn.Linear(64, 128).bfloat16(), torch.nn.Conv2d(64, 128, 1).bfloat16()]
+        packed = [pack_module(it, min_bytes=0) for it in made]
+        for it in packed:
+            set_kernels(it, kernels)
+        return packed
+
+    for at, shape in ((0, (2, 64)), (1, (1, 64, 2, 2))):
+        model, other = layers()[at], layers()[at]
+        again = copy.deepcopy(model)
+        x = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+        loss = model(x).sum()
+        compiled = torch.compile(again, backend="aot_eager")(x).sum()
+        for it in (model, again):
+            load(it, other, how)
+        with pytest.raises((RuntimeError, InvalidInput), match="compute the forward pass"):
+            loss.backward()
+        with pytest.raises(InvalidInput, match="compute the forward pass anew"):
+            compiled.backward()
+        assert_same_bits(model.weight.plain(), other.weight.plain())
+        model(x).sum().backward()
+
+
+def test_gradients_of_what_was_loaded_again_are_right() -> None:
+    model = packed(base())
+    plain = base()
+    grads = []
+    for it in (model, plain):
+        x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+        loss = it.blocks[0].up(x).sum()
+        if it is model:
+            it.load_state_dict(copy.deepcopy(it.state_dict()))
+        loss.backward()
+        grads.append(x.grad)
+    assert_same_bits(*grads)
 
 
 def test_what_a_graph_was_recorded_with_is_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,21 +197,29 @@ class PackedTensor:
             See `check_load`; then all is as before.
         """
         self.check_load(other)
-        for mine, theirs in zip(self.sources, other.sources, strict=True):
-            mine.load(theirs, assign=assign)
-        self.refresh()
+        try:
+            for mine, theirs in zip(self.sources, other.sources, strict=True):
+                mine.load(theirs, assign=assign)
+        finally:  # some may be others by now
+            self.refresh(loaded=True)
 
     def replace(self, sources: Mapping[Source, Source]) -> None:
         """Take other sources in the place of some, of the same dtypes and shapes, on the same devices."""
         self.parts = [(sources.get(source, source), at) for source, at in self.parts]
+        self._updated()
+        self._changed()
+
+    def _updated(self) -> None:
+        """Refuse what was begun with other values: before `_changed`, which leaves old keys valid."""
         self.updates += 1
         for user in self.users():
             user.updated()
-        self._changed()
 
-    def refresh(self) -> None:
-        """Tell users if a blob is another, or elsewhere, than when they were told last."""
+    def refresh(self, *, loaded: bool = False) -> None:
+        """Tell users if a blob is another, or elsewhere, than when they were told last; or was loaded."""
         if self._versions != [source.version for source, _ in self.parts]:
+            if loaded:
+                self._updated()
             self._changed()
 
     def _changed(self) -> None:
@@ -247,8 +255,7 @@ class PackedTensor:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Of plain types, so that `torch.load(weights_only=True)` takes it.
-        blobs = [source.pickled() for source in self.sources]
-        names = [source.name for source in self.sources]
+        blobs, names = [it.pickled() for it in self.sources], [it.name for it in self.sources]
         return rebuild_tensor, (blobs, names, tuple(self.shape), self.name, self.tile_bytes)
 
     # ---- decoding ----

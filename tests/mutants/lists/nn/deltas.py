@@ -22,6 +22,14 @@ MUTANTS = (
         "nn/test_updates.py",
     ),
     mutant(
+        "gradients-of-loaded-weights",
+        "weights/packed_tensor.py",
+        "            self.refresh(loaded=True)\n",
+        "            self.refresh()\n",
+        "gradients are computed with weights that were loaded meanwhile",
+        "nn/test_updates.py",
+    ),
+    mutant(
         "a-switch-waits-for-nobody",
         "nn/passes.py",
         "                self._ended.wait_for(lambda: not self._depth)\n",
