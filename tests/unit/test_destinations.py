@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tpde.errors import DestinationExists, InvalidDestination
-from tpde.io.sinks import FileSink, kind_of, refuse_file, require_writable, unwritable
+from tpde.files.replaced_folder import refuse_folder
+from tpde.io.sinks import FileSink, refuse_file, require_writable, unwritable
+from tpde.io.special_files import kind_of
 
 
 def test_destinations_that_cannot_be_say_why(tmp_path: Path) -> None:
@@ -60,6 +62,42 @@ def test_pipes_and_sockets_are_never_replaced(tmp_path: Path, monkeypatch: pytes
                     refuse_file(Path(name), force)
     with pytest.raises(InvalidDestination, match="is a device, which is never replaced"):
         refuse_file(Path(os.devnull), True)
+
+
+def test_links_to_what_a_process_writes_to_are_never_replaced(tmp_path: Path) -> None:
+    """Such as `/dev/stdout`, which is a link."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    with open(tmp_path / "file") as opened:
+        places = {
+            "pipe": "a link to a pipe",
+            "../" + tmp_path.name + "/to-pipe": "a link to a pipe",
+            os.devnull: "a link to a device",
+            f"/proc/self/fd/{opened.fileno()}": "a link in `/dev` or `/proc`",  # to a file
+            "to-fd": "a link in `/dev` or `/proc`",
+            "/proc/self/fd/98765": "a link in `/dev` or `/proc`",  # to nothing
+        }
+        (tmp_path / "to-pipe").symlink_to("pipe")
+        (tmp_path / "to-fd").symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        link = tmp_path / "link"
+        for target, what in places.items():
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+            says = f"link` is {what}.*, which is never replaced"
+            for force in (False, True):
+                with pytest.raises(InvalidDestination, match=says):
+                    refuse_file(link, force)
+                with pytest.raises(InvalidDestination, match=f"{says} by a folder"):
+                    refuse_folder(link, set(), force)
+            with pytest.raises(InvalidDestination, match=says):
+                FileSink(link, force=True)
+            assert link.is_symlink()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs `/dev/shm`")
+def test_links_to_files_in_shared_memory_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm/no-such-file-of-tpde")
+    assert refuse_file(tmp_path / "link", True) is not None
 
 
 def test_what_is_there_is_told_and_nothing_is_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidDestination, printable
 from tpde.files.walk import HUB_CACHE
-from tpde.io.sinks import exists_already, kind_of, unwritable
+from tpde.io.sinks import exists_already, unwritable
+from tpde.io.special_files import kind_of, special_kind
 
 Identity = list[int]
 """Inode, size, time of change in nanoseconds and kind of a file: the same if nobody has touched it."""
@@ -43,9 +44,9 @@ def refuse_folder(
     mode, removable = there.st_mode, dict[str, Identity]()
     if stat.S_ISDIR(mode):
         removable = _removable(destination, set(ours))
-    elif not stat.S_ISLNK(mode):
+    elif (kind := "a file" if stat.S_ISREG(mode) else special_kind(destination, mode)) is not None:
         raise InvalidDestination(
-            f"`{destination}` is {kind_of(mode)}, which is never replaced by a folder",
+            f"`{destination}` is {kind}, which is never replaced by a folder",
             hint="name a folder",
             where=str(destination),
         )

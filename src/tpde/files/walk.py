@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidArgument, InvalidInput, printable
 from tpde.files.file_kinds import may_stay_link
-from tpde.io.sinks import kind_of
+from tpde.io.special_files import kind_of
 
 HUB_CACHE = ".cache"  # below a folder that `huggingface_hub` downloaded: its own notes
 EXCLUDED = "excluded"  # the reason for leaving out what a pattern matches

@@ -19,6 +19,7 @@ from tpde.errors import DestinationExists, InvalidDestination
 from tpde.io.buffers import Buffer, byte_view
 from tpde.io.paths import anchored, given_path, remedy
 from tpde.io.rename import rename_new
+from tpde.io.special_files import special_kind
 from tpde.io.temporary import clear_files, create, discard
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
@@ -69,7 +70,7 @@ def refuse_file(path: Path, force: bool) -> os.stat_result | None:
     DestinationExists
         If there is a file or a link, and `force` is false.
     InvalidDestination
-        If there is something else, which is never replaced.
+        If there is something else, or a link to it, which is never replaced.
     """
     try:
         found = os.lstat(path)
@@ -83,27 +84,13 @@ def refuse_file(path: Path, force: bool) -> os.stat_result | None:
             hint="name a file, since `--force` replaces no folder by one",
             where=str(path),
         )
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+    if (kind := special_kind(path, found.st_mode)) is not None:
         raise InvalidDestination(
-            f"`{path}` is {kind_of(found.st_mode)}, which is never replaced",
-            hint="name a file",
-            where=str(path),
+            f"`{path}` is {kind}, which is never replaced", hint="name a file", where=str(path)
         )
     if not force:
         raise exists_already(path)
     return found
-
-
-def kind_of(mode: int) -> str:
-    """What a mode says something is, with its article."""
-    kinds = (
-        (stat.S_ISREG, "a file"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISLNK, "a link"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    return next((name for test, name in kinds if test(mode)), "a device")
 
 
 def unwritable(path: Path, error: OSError) -> InvalidDestination:
@@ -155,7 +142,8 @@ class FileSink:
     DestinationExists
         If something is there and `force` is false.
     InvalidDestination, InvalidArgument
-        If the folder cannot be written, or if what is there is neither file nor link.
+        If the folder cannot be written, or if what is there is neither a file nor a link, or a link to a
+        pipe, a socket or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, force: bool = False, mode: int | None = None) -> None:

@@ -64,6 +64,14 @@ MUTANTS = (
         _RENAME,
     ),
     mutant(
+        "a-link-of-the-system-is-replaced",
+        "io/special_files.py",
+        "if _of_the_system(path) else None",
+        "if False else None",
+        "`--force` replaces `/dev/stdout` by a file",
+        "unit/test_destinations.py",
+    ),
+    mutant(
         "a-file-that-shrank-is-zeros",
         "io/sources.py",
         "            if not got:\n                raise _truncated(",

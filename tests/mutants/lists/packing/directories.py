@@ -88,8 +88,8 @@ MUTANTS = (
     mutant(
         "a-folder-replaces-a-file",
         "files/replaced_folder.py",
-        "    elif not stat.S_ISLNK(mode):\n",
-        "    elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):\n",
+        '"a file" if stat.S_ISREG(mode) else special_kind(destination, mode)',
+        "special_kind(destination, mode)",
         "`--force` removes a file where a folder is to be",
         "integration/replacing/test_replacing.py",
     ),
