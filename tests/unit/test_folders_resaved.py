@@ -12,8 +12,10 @@ from support.changes import content, make_source
 from support.packed_folders import INDEX, ONE, TWO, pack_beside
 
 import tpde
-from tpde.errors import Corrupt, InvalidDestination, InvalidInput, NotPacked
+from tpde.errors import Corrupt, InvalidDestination, MissingShard, NotPacked
 from tpde.files.resaved import is_resaved
+from tpde.files.walk import walk
+from tpde.files.weight_files import check_shards
 from tpde.format.constants import MANIFEST
 
 
@@ -113,8 +115,48 @@ def test_a_plain_file_of_a_model_that_was_saved_again_is_copied(
         tpde.unpack(saved_again, saved_again / "back")
 
 
-def test_an_index_of_a_missing_shard_is_told_where_there_is_no_manifest(saved_again: Path) -> None:
+def test_a_missing_shard_is_told_where_there_is_no_manifest(saved_again: Path) -> None:
     (saved_again / ONE).unlink()
-    for call in (tpde.verify, lambda it: tpde.unpack(it, saved_again.with_name("back"))):
-        with pytest.raises(InvalidInput, match="which is missing"):
-            call(saved_again)
+    found = [it for it in tpde.verify(saved_again) if "which is missing" in it.message]
+    assert [it.file for it in found] == [str(saved_again / ONE)]
+    with pytest.raises(MissingShard, match="which is missing"):
+        tpde.unpack(saved_again, saved_again.with_name("back"))
+
+
+@pytest.mark.parametrize("left", [(), (TWO,), (ONE, TWO), ("adapter_model.safetensors",)])
+def test_weights_that_only_a_configuration_tells_of_are_missing(
+    saved_again: Path, left: tuple[str, ...]
+) -> None:
+    """A whole file is needed beside it, or an index, without which nobody knows what else there was."""
+    (saved_again / "config.json").write_text('{"quantization_config": {"quant_method": "tpde"}}')
+    assert not any("beside it is missing" in it.message for it in tpde.verify(saved_again))
+    shutil.copy(saved_again / ONE, saved_again / "adapter_model.safetensors")
+    for name in {INDEX, ONE, TWO, "adapter_model.safetensors"} - set(left):
+        (saved_again / name).unlink()
+    what = "an index of the shards" if TWO in left else "a weight file"
+    found = [it.message for it in tpde.verify(saved_again) if it.file == str(saved_again / "config.json")]
+    assert [f"packed, and {what} beside it is missing" in it for it in found] == [True]
+    with pytest.raises(MissingShard, match=f"{what} beside it is missing"):
+        tpde.unpack(saved_again, saved_again.with_name("back"))
+    assert not saved_again.with_name("back").exists()
+
+
+def test_an_index_that_is_left_beside_a_whole_model_is_a_file_like_others(
+    saved_again: Path, source: Path, tmp_path: Path
+) -> None:
+    """As transformers leaves it there, where a model in shards was."""
+    for folder in (saved_again, source):
+        (folder / ONE).rename(folder / "model.safetensors")
+        with pytest.raises(MissingShard, match=ONE):
+            check_shards(walk(folder))  # some of its shards are there
+        (folder / TWO).unlink()
+    assert [Path(it.file).name for it in tpde.verify(saved_again)] == [MANIFEST]
+    tpde.unpack(saved_again, tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
+    tpde.pack(source, tmp_path / "again")
+    assert (tmp_path / "again" / INDEX).read_bytes() == (source / INDEX).read_bytes()
+    assert tpde.verify(tmp_path / "again", against=source) == []
+    tpde.unpack(tmp_path / "again", tmp_path / "again-plain")
+    assert content(tmp_path / "again-plain") == content(source)

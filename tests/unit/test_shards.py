@@ -178,3 +178,16 @@ def test_all_readers_refuse_the_same(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidInput, match=r"index\.json"):
                 read(tmp_path)
+
+
+def test_a_whole_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    from tpde.integrations.transformers.folder import weight_files
+
+    (tmp_path / PATH).write_text(text_of({"w": "x.safetensors"}, metadata={}))
+    assert weight_files(tmp_path) == [tmp_path / "x.safetensors"]
+    (tmp_path / "model.safetensors").mkdir()
+    assert weight_files(tmp_path) == [tmp_path / "x.safetensors"]
+    (tmp_path / "model.safetensors").rmdir()
+    (tmp_path / "model.safetensors").touch()
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]

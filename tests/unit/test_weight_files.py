@@ -108,6 +108,24 @@ def test_shards_in_pickles_may_be_reached_by_links(tmp_path: Path) -> None:
     assert found.sources["s/link.safetensors"] == "s/real.pt"
 
 
+@pytest.mark.parametrize("variant", ["", "fp16"])
+def test_indexes_that_are_left_beside_whole_files_are_files_like_others(variant: str, tmp_path: Path) -> None:
+    dot = f".{variant}" if variant else ""
+    places = (
+        (f"model{dot}.safetensors", f"model.safetensors.index{dot}.json", "1.safetensors"),
+        (f"model{dot}.safetensors", f"model{dot}.safetensors.index.json", "1.safetensors"),
+        (f"pytorch_model{dot}.bin", f"pytorch_model.bin.index{dot}.json", "1.bin"),
+    )
+    for number, (whole, name, gone) in enumerate(places):
+        folder = make(tmp_path / f"{number}", {whole: b"", name: index(gone)})
+        found = choose(walk(folder))
+        assert list(found.files) == [whole]
+        assert found.indexes == {}
+        (folder / whole).rename(folder / f"other-{whole}")
+        with pytest.raises(MissingShard, match=gone):
+            choose(walk(folder))
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_a_name_that_pickles_would_get_must_be_free(kind: str, tmp_path: Path) -> None:
     make(tmp_path, {"pytorch_model.bin.index.json": index("s/x.pt"), "s/x.pt": b""})
@@ -261,7 +279,7 @@ def test_what_is_not_packed_comes_with_a_hint_that_works(
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        ({"config.json": SAYS}, []),
+        ({"config.json": SAYS, "a-of-b.safetensors": b""}, ["a-of-b.safetensors"]),
         ({"b.safetensors": b"", "a.safetensors": b""}, ["a.safetensors", "b.safetensors"]),
         ({"adapter_model.safetensors": b""}, ["adapter_model.safetensors"]),
     ],

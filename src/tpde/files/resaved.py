@@ -22,6 +22,7 @@ from tpde.files.shards import is_index, read_index
 from tpde.files.unpack_file import unpack_file
 from tpde.files.verify_file import verify_file
 from tpde.files.walk import LeftOut, walk
+from tpde.files.weight_files import missing_shards
 from tpde.format.constants import MANIFEST, SUFFIX
 
 
@@ -43,9 +44,12 @@ def _may_be_packed(path: Path) -> bool:
 
 def verify_resaved(folder: Path, threads: int, progress: Progress = no_progress) -> list[Problem]:
     """Check the packed files of a directory without a manifest, and that it is not only missing."""
-    packed = [path for path in shards(folder) if is_packed(path)]
-    problems = [it for path in packed for it in verify_file(path, None, threads, progress)]
-    configs = packing_configs(walk(folder, outside=False))
+    tree = walk(folder, outside=False)
+    problems = [Problem(it.where or str(folder), None, None, it.message) for it in missing_shards(tree)]
+    files = [folder / name for name in tree.files if name.endswith(SAFETENSORS)]
+    packed = [path for path in files if is_packed(path)]
+    problems += [it for path in packed for it in verify_file(path, None, threads, progress)]
+    configs = packing_configs(tree)
     alone = [it for it in configs if not is_packed_directory((folder / it).parent)]
     if alone and any(map(_has_source_header, packed)):
         path = folder / MANIFEST

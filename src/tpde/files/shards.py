@@ -19,11 +19,23 @@ from tpde.files.documents import is_inside, is_text, parse_object, read_document
 
 # diffusers writes the variant behind `index`, or before `.safetensors` with all else.
 _INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json")
+_WHOLE = re.compile(r"(.+)(\.safetensors|\.bin)\.index(\.[^.]+)?\.json")
 
 
 def is_index(name: str) -> bool:
     """Whether a file is an index of safetensors shards, by its name."""
     return _INDEX.fullmatch(name) is not None
+
+
+def whole_file(name: str) -> str:
+    """The name that a model's only weight file has, by that of the index which it has in shards.
+
+    Examples
+    --------
+    >>> whole_file("model.safetensors.index.fp16.json")
+    'model.fp16.safetensors'
+    """
+    return _WHOLE.sub(r"\1\3\2", name)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, Tp
 from tpde.files.documents import read_modules
 from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, last_of, safetensors_name
 from tpde.files.packed_state import MAKE_PLAIN, packing_configs, refuse_packed
-from tpde.files.shards import ShardIndex, is_index, read_index
+from tpde.files.shards import ShardIndex, is_index, read_index, whole_file
 from tpde.files.walk import EXCLUDED, FolderTree, follow, walk
 
 ADAPTER_CONFIG = "adapter_config.json"
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$", re.ASCII)
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)[^/]*\.safetensors")
 
 
@@ -75,7 +76,7 @@ def choose(tree: FolderTree) -> Weights:
     others = read_by_others(tree.root, weights)
     found = Weights(
         files={name: name for name in weights if name not in others},
-        indexes={name: _index(tree, name) for name in _index_names(tree)},
+        indexes={name: it for name in _index_names(tree) if (it := _index(tree, name)) is not None},
     )
     _choose_pickles(tree, {folder_of(name) for name in found.files}, found)
     if not found.files:
@@ -89,12 +90,13 @@ def _choose_pickles(tree: FolderTree, beside: Collection[str], found: Weights) -
         made = safetensors_name(name)
         if made is None or folder_of(name) in beside or read_by_others(tree.root, [made]):
             continue
-        found.sources[made] = name
         if not made.endswith(".json"):
-            found.files[name] = made
+            found.sources[made], found.files[name] = name, made
             continue
         index, folder = _index(tree, name), PurePosixPath(folder_of(name))
-        found.indexes[made] = as_safetensors(index)
+        if index is None:
+            continue
+        found.sources[made], found.indexes[made] = name, as_safetensors(index)
         for shard in index.names():
             source = follow(str(folder / shard), tree.links) or shard
             found.files[source] = str(folder / _shard_name(shard))
@@ -124,19 +126,39 @@ def _index_names(tree: FolderTree) -> list[str]:
     return [it for it in (*tree.files, *tree.links, *tree.folders, *left) if is_index(it)]
 
 
-def _index(tree: FolderTree, name: str) -> ShardIndex:
-    """Read an index, and make sure that the files which it names are there."""
+def _index(tree: FolderTree, name: str) -> ShardIndex | None:
+    """Read an index, and make sure that the files which it names are there; None of one that is left over."""
+    index, missing = _missing(tree, name)
+    if missing:
+        raise missing[0]
+    return index
+
+
+def _missing(tree: FolderTree, name: str) -> tuple[ShardIndex | None, list[MissingShard]]:
+    """An index, with an error for each file that it names and that is not there.
+
+    None of one that transformers left beside a whole model which it saved in the place of one in shards: none
+    of them is there. It is a file like others then.
+    """
     if not (tree.root / name).is_file():  # a link may lead nowhere
         raise InvalidInput(f"`{printable(tree.root / name)}` is not a regular file", hint="fetch it again")
-    index, files = read_index(tree.root / name), set(tree.files)
+    index, files, folder = read_index(tree.root / name), set(tree.files), PurePosixPath(folder_of(name))
+
+    def there(file: str) -> bool:
+        return follow(str(folder / file), tree.links) in files
+
     names = index.names()
-    for shard in names:
-        if follow(str(PurePosixPath(folder_of(name)) / shard), tree.links) not in files:
-            raise MissingShard(
-                f"`{index.path}` names the shard `{printable(shard)}`, which is missing",
-                hint=f"{len(names)} shards are needed, fetch it",
-            )
-    return index
+    missing = [it for it in names if not there(it)]
+    if len(missing) == len(names) and there(whole_file(last_of(name))):
+        return None, []
+    return index, [
+        MissingShard(
+            f"`{index.path}` names the shard `{printable(it)}`, which is missing",
+            hint=f"{len(names)} shards are needed, fetch it",
+            where=str(index.path.parent / it),
+        )
+        for it in missing
+    ]
 
 
 def _nothing(tree: FolderTree, others: Collection[str]) -> InvalidInput:
@@ -165,16 +187,40 @@ def check_shards(tree: FolderTree) -> list[str]:
     Raises
     ------
     MissingShard
-        If an index names a file that is not there.
+        If a file that an index names is not there, or any that a packed model needs.
     InvalidInput
         If an index is none, or there is neither a file nor a configuration that says that weights are packed.
     """
-    for name in _index_names(tree):
-        _index(tree, name)
-    files = [name for name in tree.files if name.endswith(SAFETENSORS)]
-    if not files and not packing_configs(tree):
+    for error in missing_shards(tree):
+        raise error
+    return [name for name in tree.files if name.endswith(SAFETENSORS)]
+
+
+def missing_shards(tree: FolderTree) -> list[MissingShard]:
+    """An error for each weight file of a directory that is not there: see `check_shards`."""
+    found = [error for name in _index_names(tree) for error in _missing(tree, name)[1]]
+    weights = [name for name in tree.files if name.endswith(SAFETENSORS)]
+    configs = packing_configs(tree)
+    if not weights and not configs:
         raise _nothing(tree, ())
-    return files
+    model = [it for it in weights if it not in read_by_others(tree.root, weights)]
+    whole = {folder_of(it) for it in model if not _SHARD.search(it)}
+    # Those in pickles are plain, whatever a configuration says: unpacking mends it.
+    pickles = [it for it in tree.files if safetensors_name(it) is not None]
+    whole.update(map(folder_of, (*_index_names(tree), *pickles)))
+    for name in configs:
+        if folder_of(name) not in whole:
+            beside = any(folder_of(it) == folder_of(name) for it in model)
+            what = "an index of the shards" if beside else "a weight file"
+            found.append(
+                MissingShard(
+                    f"`{printable(tree.root / name)}` says that the weights are packed, and {what} beside it "
+                    "is missing",
+                    hint="fetch it",
+                    where=str(tree.root / name),
+                )
+            )
+    return found
 
 
 def not_packed(folder: Path, message: str, hint: str = "pack it with `tpde pack` first") -> NotPacked:

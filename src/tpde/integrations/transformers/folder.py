@@ -115,9 +115,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files that transformers would load."""
-    path = folder / INDEX
-    if path.exists():
+    """The weight files that transformers would load: a whole one comes first, whatever an index says."""
+    path, whole = folder / INDEX, folder / "model.safetensors"
+    if path.exists() and not os.path.isfile(whole):  # `Path.is_file` raises for what can be no file's name
         index = read_index(path)
         if "metadata" not in index.rest:  # which transformers takes for granted
             raise InvalidInput(
@@ -125,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
                 hint="add an empty object, or fetch it again",
             )
         return index.files()
-    return [folder / "model.safetensors"]
+    return [whole]
 
 
 def require_files(folder: Path) -> None:
@@ -140,7 +140,7 @@ def require_files(folder: Path) -> None:
     if generation.exists():
         json_object(generation)
     for file in weight_files(folder):
-        if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
+        if not os.path.isfile(file):
             what = "is no file" if os.path.exists(file) else "does not exist"
             raise MissingShard(
                 f"`{printable(file)}` {what}, so that weights are missing",

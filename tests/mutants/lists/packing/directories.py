@@ -104,10 +104,26 @@ MUTANTS = (
     mutant(
         "missing-shards",
         "files/weight_files.py",
-        "tree.links) not in files:\n            raise MissingShard(",
-        "tree.links) is None:\n            raise MissingShard(",
+        "tree.links) in files\n",
+        "tree.links) is not None\n",
         "a model without one of its shards is packed",
         "integration/test_directories.py",
+    ),
+    mutant(
+        "no-weights-are-intact",
+        "files/weight_files.py",
+        "        if folder_of(name) not in whole:\n",
+        "        if False:\n",
+        "verify finds nothing in a model whose weights are missing",
+        "unit/test_folders_resaved.py",
+    ),
+    mutant(
+        "an-index-that-was-left-needs-its-shards",
+        "files/weight_files.py",
+        "    if len(missing) == len(names) and",
+        "    if False and",
+        "a whole model beside an old index cannot be packed, nor a packed one be unpacked",
+        "unit/test_folders_resaved.py",
     ),
     mutant(
         "configs-that-lie",
