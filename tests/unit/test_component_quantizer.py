@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 from support.components import WEIGHT, Component  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
-from tpde.errors import InvalidInput, UnsupportedDevice  # noqa: E402
+from tpde.errors import InvalidInput, PackedWeight, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.integrations.diffusers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.diffusers.quantizer import TpdeQuantizer, belong  # noqa: E402
@@ -134,7 +134,7 @@ def test_what_is_saved_of_a_component() -> None:
     model = Component().to(BF16)
     pack_module(model, min_bytes=0)
     state = dict(model.named_parameters())
-    found, metadata = made.get_state_dict_and_metadata(state)
+    found, metadata = made.get_state_dict_and_metadata(state, safe_serialization=True)
     assert set(found) == {"linear.weight_tpde", "linear.bias", "norm.weight", "norm.bias"}
     assert found["linear.weight_tpde"].dtype is torch.uint8
     assert found["linear.bias"] is state["linear.bias"]
@@ -142,6 +142,16 @@ def test_what_is_saved_of_a_component() -> None:
     assert made.is_serializable
     assert made.is_trainable
     assert not made.supports_parallel_loading
+
+
+def test_a_packed_component_is_not_saved_to_pickles() -> None:
+    made = TpdeQuantizer(TpdeConfig(), pre_quantized=True)
+    model = Component().to(BF16)
+    plain = dict(model.named_parameters())
+    assert made.get_state_dict_and_metadata(plain, safe_serialization=False)[0].keys() == plain.keys()
+    pack_module(model, min_bytes=0)
+    with pytest.raises(PackedWeight, match=r"`linear.weight` is packed, and would be saved to a pickle"):
+        made.get_state_dict_and_metadata(dict(model.named_parameters()), safe_serialization=False)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.constants import SUFFIX
 from tpde.integrations.diffusers.config import TpdeConfig
 from tpde.integrations.diffusers.dtypes import expected_dtype
@@ -131,12 +131,18 @@ class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
         Raises
         ------
         PackedWeight
-            If weights are streamed.
+            If weights are streamed, or would be pickled: nothing loads blobs from a `.bin`.
         """
         self.require_bytes()
         state: dict[str, Any] = {}
         for name, value in state_dict.items():
             if isinstance(value, PackedParameter):
+                if not safe_serialization:
+                    raise PackedWeight(
+                        f"`{name}` is packed, and would be saved to a pickle, from which nothing loads it",
+                        hint="leave out `safe_serialization=False`, or call `tpde.unpack_module(model)` first",
+                        where="safe_serialization",
+                    )
                 (source,) = value.packed.sources
                 state[name + SUFFIX] = source.stored()
             else:
