@@ -69,7 +69,7 @@ def test_copies_and_pickles(pair: Any, fused: Any) -> None:
 
 
 def test_damaged_windows_are_refused(fused: Any) -> None:
-    _, (blobs, *rest) = fused.blocks[0].up.weight.packed.__reduce__()
+    _, (blobs, *rest, _) = fused.blocks[0].up.weight.packed.__reduce__()  # without hashes, as of anybody
     assert rebuild_tensor(blobs, *rest).multiplies
     whole = blobs[0].numpy()
     messages = []
@@ -91,6 +91,31 @@ def test_damaged_windows_are_refused(fused: Any) -> None:
     for size in (8, 127, 128, whole.size - 1):
         with pytest.raises((Corrupt, Truncated)):
             rebuild_tensor([torch.from_numpy(whole[:size].copy())], *rest)
+
+
+def test_one_bit_of_pickled_words_is_found(fused: Any) -> None:
+    """Any words decode: what was pickled is told by its hash."""
+    made, (blobs, *rest, digests) = fused.blocks[0].up.weight.packed.__reduce__()
+    damaged = blobs[0].clone()
+    damaged[-1] ^= 1
+    for blob, hashes, says in (
+        (damaged, digests, "the bytes hash to"),
+        (blobs[0], ["0" * 32], "the bytes hash to"),
+        (blobs[0], digests * 2, "no packed weight"),
+        (blobs[0], [7], "no packed weight"),
+        (blobs[0], "x", "no packed weight"),
+    ):
+        with pytest.raises((Corrupt, InvalidInput), match=says):
+            made([blob], *rest, hashes)
+    assert_same_bits(
+        made(blobs, *rest).decoded(), made(blobs, *rest, digests).decoded()
+    )  # of an older version
+    file = io.BytesIO()
+    torch.save(fused.state_dict(), file)
+    data = bytearray(file.getvalue())
+    data[data.index(blobs[0].numpy().tobytes()) + blobs[0].numel() - 1] ^= 1
+    with pytest.raises(Corrupt, match=r"blocks\.0\.up\.weight"):
+        torch.load(io.BytesIO(data), weights_only=True)
 
 
 def test_moving_keeps_the_bytes(fused: Any) -> None:

@@ -140,7 +140,7 @@ class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
                 if not safe_serialization:
                     raise PackedWeight(
                         f"`{name}` is packed, and would be saved to a pickle, from which nothing loads it",
-                        hint="leave out `safe_serialization=False`, or call `tpde.unpack_module(model)` first",
+                        hint="leave out `safe_serialization=False`, or call `tpde.unpack_module(model)`",
                         where="safe_serialization",
                     )
                 (source,) = value.packed.sources

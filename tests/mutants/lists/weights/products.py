@@ -6,6 +6,14 @@ from ...mutant import mutant
 
 MUTANTS = (
     mutant(
+        "pickled-words-may-be-any",
+        "weights/pickled.py",
+        "    if digest is not None and ",
+        "    if False and ",
+        "a damaged pickle of fused weights is loaded",
+        "nn/test_windowed_weights.py",
+    ),
+    mutant(
         "pickled-windows-are-trusted",
         "weights/windowed.py",
         "windows.validate(blob.cpu().numpy(), default_threads()) if window is None else window",
