@@ -72,6 +72,30 @@ def test_other_values_are_refused_before_any_is_loaded(assign: bool, whole: Any)
     assert unchanged(whole, before)
 
 
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("how", ["whole", "layer", "positional"])
+def test_values_of_another_dtype_are_not_assigned(how: str, around: bool, whole: Any) -> None:
+    """The biases would be of that dtype then."""
+    before = snapshot(whole)
+    model = whole["packed"].blocks[0].up if how == "layer" else whole
+    state = {name: it.detach().float() for name, it in model.state_dict().items()}
+    if around:
+        model, state = nn.ModuleDict({"it": model}), {f"it.{name}": it for name, it in state.items()}
+    args: Any = (state, True, True) if how == "positional" else (state,)
+    kwargs = {} if how == "positional" else {"assign": True}
+    error = RuntimeError if around else PackedWeight  # PyTorch's, by then with what it loaded before
+    with pytest.raises(error, match=r"packed as torch.bfloat16 on cpu, and torch.float32 on cpu would be"):
+        model.load_state_dict(*args, **kwargs)
+    if not around:
+        assert unchanged(whole, before)
+        model.load_state_dict(state)
+        assert unchanged(whole, before)
+        model.load_state_dict(
+            {name: it.detach().clone() for name, it in model.state_dict().items()}, assign=True
+        )
+        assert unchanged(whole, before)
+
+
 def test_a_packed_weight_that_is_not_alike_is_refused_before_any_is_loaded(whole: Any) -> None:
     before = snapshot(whole)
     other = pack_tensor(torch.randn(64, 64).bfloat16(), "other")

@@ -142,7 +142,7 @@ class PackedState(_Base):
                 return it
         return None
 
-    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
         """Refuse other values for a packed weight.
 
         Raises
@@ -151,17 +151,22 @@ class PackedState(_Base):
             Naming the weight.
         """
         for name, slot in self.tpde_slots.items():
-            if prefix + name in state_dict and not slot.parameter.takes(state_dict[prefix + name]):
+            if prefix + name not in state_dict:
+                continue
+            value = state_dict[prefix + name]
+            if not slot.parameter.takes(value):
                 raise PackedWeight(
                     f"`{slot.packed.name}` is packed, and the state dict has other values for it; nothing "
                     "was loaded",
                     hint="call `tpde.unpack_module(model)` first, load, and pack again",
                 )
+            if assign:
+                _refuse_elsewhere(slot, value)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """As before, if it has no other values for packed weights."""
         if not self._load_state_dict_pre_hooks:  # which may make another one of it
-            self.tpde_check_state(state_dict, "")
+            self.tpde_check_state(state_dict, "", assigns(*args, **kwargs))
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -204,12 +209,14 @@ class PackedState(_Base):
                 continue
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
-            value = state_dict[key]
+            value, assign = state_dict[key], local_metadata.get("assign_to_params_buffers")
             try:
-                if isinstance(value, PackedParameter) and local_metadata.get("assign_to_params_buffers"):
+                if isinstance(value, PackedParameter) and assign:
                     slot.packed.load(value.packed, assign=True)
                     slot.parameter.sync()
                 else:
+                    if assign:
+                        _refuse_elsewhere(slot, value)
                     with torch.no_grad():
                         slot.parameter.copy_(value)
             except TpdeError as error:
@@ -227,3 +234,26 @@ class PackedState(_Base):
         plain = sum(slot.nbytes for slot in self.tpde_slots.values())
         packed = sum(slot.packed.packed_bytes for slot in self.tpde_slots.values())
         return f"{super().extra_repr()}, packed={packed / max(plain, 1):.3f}".removeprefix(", ")
+
+
+def assigns(strict: bool = True, assign: bool = False, **_: Any) -> bool:
+    """Whether `load_state_dict` is to take the state dict's tensors themselves, by its other arguments."""
+    return assign
+
+
+def _refuse_elsewhere(slot: GroupSlot, value: Any) -> None:
+    """Refuse to be assigned plain values of another dtype, or elsewhere: what is not packed would be theirs.
+
+    Raises
+    ------
+    PackedWeight
+        Naming the weight.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, PackedParameter):
+        return
+    if (value.dtype, value.device) != (slot.dtype, slot.device):
+        raise PackedWeight(
+            f"`{slot.packed.name}` is packed as {slot.dtype} on {slot.device}, and {value.dtype} on "
+            f"{value.device} would be assigned to it",
+            hint="leave out `assign=True`, or call `tpde.unpack_module(model)` first",
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from tpde.nn.module_state import assigns
 from tpde.nn.modules import PackedModule
 from tpde.nn.owner import Owned, Owner
 
@@ -22,12 +23,14 @@ def _ask_to_apply(model: nn.Module, fn: Any, recurse: bool = True) -> None:
             module.tpde_check(fn)
 
 
-def _ask_to_load(model: nn.Module, state_dict: Any, *_: Any, **__: Any) -> None:
+def _ask_to_load(model: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    assign = assigns(*args, **kwargs)
+
     def ask(module: nn.Module, prefix: str) -> None:
         if module._load_state_dict_pre_hooks:  # which may make another one of it
             return
         if isinstance(module, PackedModule):
-            module.tpde_check_state(state_dict, prefix)
+            module.tpde_check_state(state_dict, prefix, assign)
         for name, child in module._modules.items():
             if child is not None:
                 ask(child, f"{prefix}{name}.")
