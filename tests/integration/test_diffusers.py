@@ -30,6 +30,13 @@ def test_a_unet_has_the_plain_ones_bits(tmp_path: Path) -> None:
     assert all(same_bits(state[name], it) for name, it in plain.state_dict().items())
 
 
+def test_what_is_loaded_in_inference_mode_is_ordinary(tmp_path: Path) -> None:
+    path = packed_folder(unet(), tmp_path)
+    with torch.inference_mode():
+        model = load(diffusers.UNet2DModel, path)
+    assert not any(it.is_inference() for it in model.parameters())
+
+
 def test_fused_kernels_in_a_transformer(tmp_path: Path) -> None:
     """On the CPU they compute as plain layers do."""
     kind, packed = diffusers.PixArtTransformer2DModel, packed_folder(transformer(), tmp_path)

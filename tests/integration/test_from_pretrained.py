@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checkpoints import checkpoint, same_model, write
@@ -43,6 +44,19 @@ def test_generation(name: str, tmp_path: Path) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = pair.kind.from_pretrained(pair.plain).generate(took, **options)
     assert torch.equal(tpde.from_pretrained(pair.packed).generate(took, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "fused"}, {"dtype": torch.float32}], ids=str)
+def test_what_is_loaded_in_inference_mode_can_be_trained_around(options: Any, tmp_path: Path) -> None:
+    """As a plain model can, whose weights transformers loads in threads of its own."""
+    path = checkpoint(tmp_path, "llama").packed
+    with torch.inference_mode():
+        model = tpde.from_pretrained(path, device="cpu", **options)
+        assert torch.is_inference_mode_enabled()
+    assert not any(it.is_inference() for it in (*model.parameters(), *model.buffers()))
+    head = torch.nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
+    head(model.model(**inputs("llama", 1, 4)).last_hidden_state).sum().backward()
+    assert head.weight.grad is not None
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral", "t5"])

@@ -152,6 +152,16 @@ def test_kernels_are_chosen_as_for_the_plain_weight(dtype: Any, requires_grad: b
             assert_same_bits(ours(x), plain(x))
 
 
+def test_weights_packed_in_inference_mode_are_ordinary() -> None:
+    layer = torch.nn.Linear(64, 64).bfloat16()
+    with torch.inference_mode():
+        pack_module(layer, min_bytes=0)
+    assert isinstance(layer.weight, PackedParameter)
+    assert not layer.weight.is_inference()
+    x = torch.ones(1, 64, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+
+
 def test_the_default_model_is_one_whose_weights_say_that_they_are_trained(pair: tuple[Model, Model]) -> None:
     """No gradient of a packed weight is computed, all others are those of the plain model."""
     plain, ours = pair

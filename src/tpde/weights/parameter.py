@@ -7,6 +7,7 @@ it has already.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NoReturn, SupportsIndex, cast
 
 import torch
@@ -78,9 +79,12 @@ class PackedParameter(Packed):
         strides = None
         if memory_format is not CONTIGUOUS:
             strides = torch.empty(packed.shape, device="meta").to(memory_format=memory_format).stride()
-        made: PackedParameter = torch.Tensor._make_wrapper_subclass(
-            cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
-        )
+        # What is made in inference mode could not be trained around; to switch it off switches gradients on.
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inference else contextlib.nullcontext():
+            made: PackedParameter = torch.Tensor._make_wrapper_subclass(
+                cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
+            )
         torch._C._set_throw_on_mutable_data_ptr(made)  # `to_dlpack` asks nobody, and would point to nothing
         made.packed, made.plain_requires_grad = packed, requires_grad
         made.memory_format = memory_format

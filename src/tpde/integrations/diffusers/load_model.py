@@ -162,7 +162,8 @@ def load(
         target = checked_device("cuda" if device is None else device, WITHOUT_BUDGET)
         check_gpu(target, 'pass `device="cuda"`, or leave out `vram`')
     files = weight_files(folder, variant)
-    with collecting_later(), Checkpoint(files) as checkpoint:
+    # Adapters could not train on what is made in inference mode.
+    with torch.inference_mode(False), collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
             raise not_packed(
                 folder,

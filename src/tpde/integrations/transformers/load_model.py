@@ -285,6 +285,7 @@ def load_model(
         suggesting(kwargs, known),
         collecting_later(),
         loading_to(target, budget, progress, deltas, kernels, pack),
+        torch.inference_mode(False),  # adapters could not train on what is made in it
     ):
         try:
             model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, **kwargs)
