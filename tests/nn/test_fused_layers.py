@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +12,9 @@ from support.fused import fuse, layer
 from support.models import assert_same_bits
 from support.small import IDS, torch
 
-from tpde.errors import PackedWeight
+import tpde
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn import set_kernels
 from tpde.weights.product import linear
 
 functional = torch.nn.functional
@@ -27,6 +32,38 @@ def test_gradients_and_hooks(pair: Any, fused: Any) -> None:
             model.zero_grad()
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("what", ["dropped", "moved", "exact again"])
+def test_a_backward_pass_holds_its_weights(what: str, pair: Any, fused: Any) -> None:
+    """As autograd holds plain ones."""
+    models, found = [copy.deepcopy(fused), pair[0]], []
+    while models:
+        model = models.pop()
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).bfloat16().requires_grad_()
+        y = model.blocks[0].down(model.blocks[0].up(x)).float().square().sum()
+        if what == "moved":
+            model.share_memory()
+        elif what == "exact again" and not models:
+            set_kernels(model, "exact")
+        elif what == "dropped":
+            seen, model = weakref.ref(model), None
+            gc.collect()
+            assert models or seen() is None
+        y.backward()
+        found.append(x.grad)
+    assert_same_bits(*found)
+
+
+def test_a_backward_pass_with_updated_weights_is_refused(pair: Any, fused: Any) -> None:
+    x = torch.ones(3, 64).bfloat16().requires_grad_()
+    y = fused.blocks[0].up(x).sum()
+    after = copy.deepcopy(pair[0])
+    with torch.no_grad():
+        after.blocks[0].up.weight[3] += 1
+    tpde.apply_delta(fused, tpde.make_delta(pair[0], after))
+    with pytest.raises(InvalidInput, match=r"have other values by now.*compute the forward pass anew"):
+        y.backward()
 
 
 def test_gradients_of_gradients(pair: Any, fused: Any) -> None:

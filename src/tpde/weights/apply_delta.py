@@ -115,6 +115,7 @@ def apply_delta(
     written = update.write()
     for it in changes:
         it.weight.replace({it.before: it.after})
+        it.before.retire()
         written += it.names
     return written
 

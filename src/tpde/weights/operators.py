@@ -79,6 +79,7 @@ class _Kept(Protocol):
     """What a product keeps for its backward pass."""
 
     key: int
+    unit: KeyedWeights | None
     width: int
     transposed: bool
     needs_input_grad: tuple[bool, ...]
@@ -135,9 +136,14 @@ def register(unit: KeyedWeights) -> int:
     return key
 
 
+def refuse(key: int) -> None:
+    """Have a backward pass refused that is under way with a key."""
+    _units.pop(key, None)
+
+
 def renew(unit: KeyedWeights, key: int) -> int:
     """Give a unit another key: a backward pass that is under way with this one is refused."""
-    _units.pop(key, None)
+    refuse(key)
     return register(unit)
 
 
@@ -145,11 +151,16 @@ def _unit(key: int) -> KeyedWeights:
     unit = _units.get(int(key))
     if unit is None:
         raise InvalidInput(
-            f"a compiled graph uses packed weights that no longer exist, or are under another delta by now "
-            f"(key {key})",
+            "a compiled graph or a backward pass uses packed weights that no longer exist, have other values "
+            f"by now, or are under another delta (key {key})",
             hint="compute the forward pass anew, or compile the model again",
         )
     return unit
+
+
+def _held(key: int) -> KeyedWeights | None:
+    """What eager code keeps for a backward pass, as it keeps plain weights; tracers keep nothing."""
+    return _units.get(key) if isinstance(key, int) else None
 
 
 # An operator of one weight is called with the key of such a one.
@@ -210,7 +221,7 @@ def _(grad: Tensor, key: int, width: int, transposed: bool) -> Tensor:
 
 def _keep(ctx: _Kept, inputs: tuple[Tensor, Tensor | None, int, int, bool, bool], output: Tensor) -> None:
     x, _, ctx.key, _, ctx.transposed, _ = inputs
-    ctx.width = x.shape[-1]
+    ctx.width, ctx.unit = x.shape[-1], _held(ctx.key)
 
 
 def _linear_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,7 +235,7 @@ register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_li
 
 def _keep_backward(ctx: _Kept, inputs: tuple[Tensor, int, int, bool], output: Tensor) -> None:
     grad, ctx.key, _, ctx.transposed = inputs
-    ctx.width = grad.shape[-1]
+    ctx.width, ctx.unit = grad.shape[-1], _held(ctx.key)
 
 
 def _twice_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -278,7 +289,7 @@ def _(grad: Tensor, key: int, width: int) -> Tensor:
 
 
 def _keep_tiled(ctx: _Kept, inputs: tuple[Tensor, Tensor | None, int, int, bool], output: Tensor) -> None:
-    ctx.key, ctx.width = inputs[2], inputs[0].shape[-1]
+    ctx.key, ctx.width, ctx.unit = inputs[2], inputs[0].shape[-1], _held(inputs[2])
 
 
 def _tiled_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:

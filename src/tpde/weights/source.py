@@ -203,6 +203,10 @@ class Source(ABC):
             If it is in a file, and stays there.
         """
 
+    def retire(self) -> None:
+        """Have what was begun with it refused, and holds it: another one of other values takes its place."""
+        return
+
     def require_restorable(self) -> None:
         """Refuse to be turned into a plain weight that stays.
 

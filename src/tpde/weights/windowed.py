@@ -126,7 +126,7 @@ class Windowed(WindowSource):
             self._there = DeviceWindow(self.window, self._address, blob.device.index)
         if self._prepared:
             self.prepare()
-        self.key = ops.renew(self, self.key)
+        self.key = ops.register(self)  # the one before stays valid: what moves has the same values
 
     def prepare(self) -> None:
         """Compile the kernels, for the errors that there may be, and for CUDA graphs; on the CPU nothing."""
@@ -138,7 +138,12 @@ class Windowed(WindowSource):
 
     def _become(self, made: Windowed) -> None:
         self.window = made.window
+        self.retire()
         self._place(made._blob)
+
+    def retire(self) -> None:
+        """Have what was begun with it refused: see `Source.retire`."""
+        ops.refuse(self.key)
 
     def anew(self, plain: Tensor) -> Windowed:
         """Another matrix of the same shape in the window layout: see `WindowSource.anew`."""

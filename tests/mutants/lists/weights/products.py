@@ -6,6 +6,22 @@ from ...mutant import mutant
 
 MUTANTS = (
     mutant(
+        "a-backward-pass-holds-nothing",
+        "weights/operators.py",
+        "    return _units.get(key) if isinstance(key, int) else None\n",
+        "    return None\n",
+        "a backward pass finds no fused weights when the model is gone",
+        "nn/test_fused_layers.py",
+    ),
+    mutant(
+        "what-is-updated-stays-for-backward-passes",
+        "weights/apply_delta.py",
+        "        it.before.retire()\n",
+        "",
+        "gradients are computed with fused weights of before an update",
+        "nn/test_fused_layers.py",
+    ),
+    mutant(
         "pickled-words-may-be-any",
         "weights/pickled.py",
         "    if digest is not None and ",
