@@ -93,6 +93,17 @@ def test_other_inputs_are_computed_as_before(pair: Any, fused: Any) -> None:
         assert ours(torch.zeros(shape).bfloat16()).shape == (*shape[:-1], 192)
 
 
+def test_autocast_casts_an_input_of_several_layers_once(pair: Any, fused: Any) -> None:
+    """Its gradients are then added in the lower dtype."""
+    found = []
+    for model in (pair[0], fused):
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            sum(it.up(x).float().square().sum() for it in model.blocks).backward()
+        found.append(x.grad)
+    assert_same_bits(*found)
+
+
 def test_transforms(pair: Any, fused: Any) -> None:
     plain, ours = pair[0].blocks[0].down, fused.blocks[0].down
     x, along = torch.randn(3, 192).bfloat16(), torch.randn(3, 192).bfloat16()

@@ -31,8 +31,8 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
     -------
     torch.Tensor or None
         None if it must be computed from the decoded weight: of other dtypes, of subclasses of tensors, within
-        transforms of `torch.func`, with forward-mode gradients, and for what raises an error, which is then
-        PyTorch's own.
+        transforms of `torch.func`, with forward-mode gradients, of what autocast casts once for several
+        layers, and for what raises an error, which is then PyTorch's own.
 
     Raises
     ------
@@ -48,6 +48,8 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
         return None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         if not casts(x) or (bias is not None and not casts(bias)):
+            return None
+        if is_grad_enabled() and _cast_once(x):
             return None
         to = torch.get_autocast_dtype(x.device.type)
         x, bias = x.to(to), None if bias is None else bias.to(to)
@@ -71,3 +73,9 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
 def casts(tensor: Tensor) -> bool:
     """Whether autocast gives a tensor another dtype."""
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _cast_once(x: Tensor) -> bool:
+    """Whether autocast keeps a tensor's cast for all who take it: their gradients are then summed in it."""
+    leaf = x.dtype is torch.float32 and x.requires_grad and x.is_leaf and not x._is_view()
+    return leaf and torch.is_autocast_cache_enabled()
