@@ -102,6 +102,7 @@ class CheckpointStore(StoredSteps):
 
     def _begin(self) -> None:
         """Have written nothing yet."""
+        self._ended = False  # a `with`, after which nobody would close it
         self._staging = Staging()
         self._other = Staging()  # the copy of what is retained, in turn with the one above
         self._retained: tuple[int, MemoryState] | None = None
@@ -110,7 +111,7 @@ class CheckpointStore(StoredSteps):
         self._turn = Turn()  # of a thread that writes, or ends a save in the background
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_staging", "_other", "_retained", "_lock", "_pending", "_turn")
+        own = ("_ended", "_staging", "_other", "_retained", "_lock", "_pending", "_turn")
         return {name: it for name, it in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,11 +122,13 @@ class CheckpointStore(StoredSteps):
         return f"CheckpointStore({str(self.directory)!r})"
 
     def __enter__(self) -> CheckpointStore:
+        self._ended = False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended = True
         self.close()
 
     def save(self, step: int, state: object, *, background: bool = False) -> None:
@@ -146,7 +149,8 @@ class CheckpointStore(StoredSteps):
         ------
         InvalidInput
             If the state holds anything else, naming where; if the step is not larger; if another process
-            writes to the store, or its folder was removed or replaced since this one began to.
+            writes to the store, its folder was removed or replaced since this one began to, or its `with`
+            has ended.
         Truncated, Corrupt
             If the step before, which is read for this one, is damaged: `prune(drop=[...])` drops it.
         InvalidDestination, OSError
@@ -264,6 +268,12 @@ class CheckpointStore(StoredSteps):
 
     def _own(self) -> None:
         """Be the one that writes."""
+        if self._ended:
+            raise InvalidInput(
+                f"the `with` of this store of `{self.directory}` has ended, and nobody would close it again",
+                hint="write inside of it, or of another one; any store may read",
+                where=str(self.directory),
+            )
         if self._lock is not None and self._lock.held:
             self._lock.require_there()
             return

@@ -251,3 +251,18 @@ def test_steps_are_deltas_like_others(run: dict[int, Any], tmp_path: Path) -> No
     assert report.ratio > 1
     tpde.patch(tmp_path / "store" / name_of(1), tmp_path / "store" / name_of(2), tmp_path / "out")
     assert equal(load_file(tmp_path / "out")["model/0.weight"], run[2]["model"]["0.weight"])
+
+
+def test_a_store_writes_nothing_after_its_with(tmp_path: Path, run: dict[int, Any]) -> None:
+    """It would keep the lock, which nobody gives back."""
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, run[1])
+    for write in (lambda: store.save(2, run[2]), lambda: store.prune(1)):
+        with pytest.raises(InvalidInput, match=r"`with` of this store of .* has ended"):
+            write()
+    assert equal(store.load(), run[1])
+    with CheckpointStore(tmp_path) as other:
+        other.save(2, run[2])
+    with store:
+        store.save(3, run[3])
+    check(tmp_path, run, (1, 2, 3))
