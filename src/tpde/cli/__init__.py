@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from tpde.cli import bench, ckpt, common, diff, doctor, inspect, pack, patch, plan, run, tune, unpack, verify
+from tpde.cli.command import Command
 
 app = typer.Typer(
     name="tpde",
@@ -24,15 +25,15 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("pack")(pack.pack)
-app.command("unpack")(unpack.unpack)
-app.command("diff")(diff.diff)
-app.command("patch")(patch.patch)
-app.command("verify")(verify.verify)
-app.command("inspect")(inspect.inspect)
-app.command("run")(run.run)
-app.command("plan")(plan.plan)
-app.command("tune")(tune.tune)
+app.command("pack", cls=Command)(pack.pack)
+app.command("unpack", cls=Command)(unpack.unpack)
+app.command("diff", cls=Command)(diff.diff)
+app.command("patch", cls=Command)(patch.patch)
+app.command("verify", cls=Command)(verify.verify)
+app.command("inspect", cls=Command)(inspect.inspect)
+app.command("run", cls=Command)(run.run)
+app.command("plan", cls=Command)(plan.plan)
+app.command("tune", cls=Command)(tune.tune)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)

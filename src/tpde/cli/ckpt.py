@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpde.cli.command import Command
 from tpde.cli.common import (
     DAMAGE,
     OK,
@@ -61,7 +62,7 @@ def _open(directory: Path, threads: int | None = None) -> CheckpointStore:
     return store
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @guard
 def list_steps(directory: _Dir, as_json: _Json = False) -> None:
     r"""Show the steps, what each takes, and what it stands on.
@@ -94,7 +95,7 @@ def list_steps(directory: _Dir, as_json: _Json = False) -> None:
     )
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 @guard
 def verify(directory: _Dir, as_json: _Json = False) -> int:
     r"""Check every byte of every step, and what each stands on.
@@ -129,7 +130,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
     return DAMAGE if problems else OK
 
 
-@app.command("prune")
+@app.command("prune", cls=Command)
 @guard
 def prune(
     directory: _Dir,
@@ -161,7 +162,7 @@ def prune(
         print(f"{plural(len(gone), 'step')} removed, {plural(len(there), 'step')} left")
 
 
-@app.command("export")
+@app.command("export", cls=Command)
 @guard
 def export(
     directory: _Dir,

@@ -56,6 +56,25 @@ def test_usage(run: Run, args: list[str], error: str) -> None:
     run(*args).failed(2, error, "--help` shows what there is")
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["pack", "a", ""],
+        ["pack", "", "a"],
+        ["unpack", "a", ""],
+        ["diff", "a", "b", ""],
+        ["patch", "a", "", "b"],
+        ["verify", "", "--json"],
+        ["inspect", ""],
+        ["run", "", "--prompt", "x"],
+        ["ckpt", "list", ""],
+    ],
+)
+def test_empty_names_are_not_the_current_folder(run: Run, args: list[str]) -> None:
+    """As variables of a shell that are not set give them."""
+    run(*args).failed(2, "the name is empty", "--help` shows what there is")
+
+
 @pytest.mark.parametrize("args", [[], ["bench"]])
 def test_no_arguments_show_help(run: Run, args: list[str]) -> None:
     done = run(*args)
