@@ -33,7 +33,7 @@ def bounded(text: str, most: int) -> str:
 
 
 class TpdeError(Exception):
-    """Base class of all errors that tpde raises on purpose. As text, `message; hint`.
+    """Base class of the errors that tpde raises on purpose. As text, `message; hint`.
 
     Parameters
     ----------

@@ -22,6 +22,8 @@ class Command(TyperCommand):
         typer.BadParameter
             If one is empty.
         """
+        if ctx.resilient_parsing:  # the shell completes a line
+            return super().parse_args(ctx, args)
         found = self.make_parser(ctx).parse_args(args=[*args])[0]
         params: Any = self.params
         for it in params:
