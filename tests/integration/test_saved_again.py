@@ -203,6 +203,20 @@ def test_the_model_within_a_model_is_saved(name: str, how: str, tmp_path: Path) 
     _is_plain(tmp_path / "unpacked")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
+def test_an_adapter_on_a_tied_head_is_saved_without_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    pair = checkpoint(tmp_path, "qwen2")
+    lora = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(tpde.from_pretrained(pair.packed), lora)
+    with pytest.raises(PackedWeight, match="of an adapter on embeddings or the head, pass it `save_emb"):
+        model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    again = peft.PeftModel.from_pretrained(tpde.from_pretrained(pair.packed), tmp_path / "adapter")
+    took = inputs("qwen2", 1, 4)
+    assert_same_bits(again(**took).logits, model(**took).logits)
+
+
 # ---- other configurations ----
 
 
