@@ -11,6 +11,7 @@ import pytest
 from support.fused import fuse, layer
 from support.models import assert_same_bits
 from support.small import IDS, torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
@@ -155,6 +156,16 @@ def test_whoever_records_operators_sees_the_product(fused: Any) -> None:
     with torch.no_grad(), Recording():
         fused.blocks[0].up(torch.randn(3, 64).bfloat16())
     assert "tpde.linear.default" in seen
+
+
+def test_fake_inputs_have_fake_outputs(pair: Any, fused: Any) -> None:
+    """Where sizes alone are asked for: weights are decoded as they are."""
+    for model in (*pair, fused):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            found = model.blocks[0].up(torch.empty(3, 64, dtype=torch.bfloat16))
+        assert type(found) is FakeTensor
+        assert found.shape == (3, 192)
+    assert_same_bits(fused(IDS), pair[0](IDS))
 
 
 def test_compiled(pair: Any, fused: Any) -> None:

@@ -94,6 +94,7 @@ def test_the_first_floating_point_tensor_tells_a_models_dtype(tmp_path: Path) ->
         write(tmp_path / "model.safetensors", **tensors)
         assert stored_dtype(tmp_path) is found
     names = {"z": "1.safetensors", "a": "2.safetensors"}
+    (tmp_path / "model.safetensors").unlink()  # which would come first
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     write(tmp_path / "1.safetensors", z=PACKED)
     assert stored_dtype(tmp_path) is BF16, "of the first file; the others are not there"

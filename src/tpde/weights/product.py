@@ -6,13 +6,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from tpde.weights.launch import capturing
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.transforms import refuse_trace, transformed
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor | None:
@@ -65,7 +66,8 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
     if capturing(device):
         source.recorded = True
     grads = is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if grads or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
+    # Where somebody counts operators, or records them, or asks for sizes alone.
+    if grads or torch._C._len_torch_dispatch_stack() or type(x) is FakeTensor:
         return cast(Tensor, torch.ops.tpde.linear(x, bias, packed.key, rows, False, trained))
     return packed.product(x, bias, trained)
 
