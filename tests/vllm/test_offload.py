@@ -236,8 +236,15 @@ def test_offloading_that_does_not_work(
 
     moved = SimpleNamespace(offload_group_size=2, offload_prefetch_step=how["step"])
     offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=moved, offload_backend="auto")
+    model = SimpleNamespace(
+        quantization_config=None,
+        enable_sleep_mode=False,
+        runner_type="generate",
+        head_dtype="bfloat16",
+        dtype="bfloat16",
+    )
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
+        model_config=model,
         offload_config=offload,
         load_config=SimpleNamespace(load_format="auto"),
         lora_config=how["adapters"],
