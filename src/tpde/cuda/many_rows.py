@@ -14,10 +14,10 @@ _FLAG_BYTES, _MOST_BLOCKS, _SUM_BYTES, _WORK_BYTES = 8192, 256, WARPS * _TILE * 
 _MOST_RUNS = 16  # of a tile's columns
 _MOST_ROOM = 80 << 20  # bytes for x once more, and sums
 # Microseconds of a whole H100: of any launch; of a tile of `many_product`, a column; of decoding, a word; of
-# the matrix library's product, a word, at least, and for a row of x. Of 100 that were timed, with 4 to 262
-# million words and 136 to 2,048 rows of x, 85 are met within a tenth, all within a fifth, and no choice was
-# 4 % slower than another. Since tiles are cut or have runs, 26 were timed, of up to 1,024 rows, and met
-# within a tenth.
+# the matrix library's product, a word, at least, and for a row of x. Before tiles had runs, of 100 that were
+# timed 85 were met within a tenth, all within a fifth. Of 119 with 1 to 16 runs, 4 to 235 million words and
+# 144 to 512 rows of x, 86 are met within a tenth, the others within 22 %, most of them small. Of 22 choices
+# of how many runs, 18 were the fastest, one was 3 % slower, and three keep to the room.
 _LAUNCH, _COLUMN, _DECODING = 4.0, 0.0128, 1.26e-6
 _LIBRARY, _LIBRARY_ROW = 0.72e-6, 2.6e-9
 _ARRANGING = 0.8e-6  # of `arrange`, a word of x

@@ -35,7 +35,7 @@
 #define REGISTERS 232
 #define OTHER_REGISTERS 40
 
-#define POLLS 32u  // how often a block looks whether others have come, some 20 us in all
+#define POLLS 32u  // how often a block looks whether others have come: each takes as long as a load from the cache
 #define SUM_BYTES (WIDE * NB * 64)  // of a tile
 
 // Chunks of a tile that a block multiplies at a time, of its first warp's stripe and others'.
