@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness.gpu import device
 from benchmarks.harness.parts import Reader, sums_of
 from benchmarks.harness.report import Page, note
-from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, windows_of
+from benchmarks.harness.texts import STEP, WINDOW, Text, perplexities, tokens_of, windows_of
 
 TITLE, NEEDS_GPU = "Quality of fused kernels", True
 PLAIN, FUSED = "plain", "fused"
@@ -39,7 +39,6 @@ _OTHERS = (1, 1, SEVERAL), (1, 8, 1), (2, STEP, 1)
 OTHERS = {f"{PLAIN}, {it[0] * it[1]} rows": it for it in _OTHERS}
 MOST = 0.999  # of the differences: the share that a table gives beside all
 LISTED = 50  # positions; the JSON file has all
-FILES = 512  # that are read before it is asked whether there are tokens enough
 
 
 class Way(NamedTuple):
@@ -198,21 +197,6 @@ def multiplied(model: Any, rows: int) -> tuple[int, int]:
     slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
     packed = {slot.packed for slot in slots if slot.packed.multiplies}
     return sum(it.most_rows >= rows for it in packed), len(packed)
-
-
-def tokens_of(tokenizer: Any, path: Path, most: int) -> list[int]:
-    """So many tokens of a file, or of the Python files of a folder, in the order of their names."""
-    paths = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    found: list[int] = []
-    for first in range(0, len(paths), FILES):
-        texts = [
-            it.read_text("utf-8", errors="replace") for it in paths[first : first + FILES] if it.is_file()
-        ]
-        for ids in tokenizer(texts, verbose=False)["input_ids"]:
-            found += ids
-        if len(found) >= most:
-            break
-    return found[:most]
 
 
 def text_of(sums: Any, window: int) -> Text:

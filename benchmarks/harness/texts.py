@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
 
 from benchmarks.harness.report import Page
 
@@ -13,6 +14,7 @@ WINDOW = 512  # tokens of a text that are read together, or as many as the model
 # Rows of a step when a text is read: as many as every GPU multiplies straight from packed weights. More would
 # be multiplied by other kernels, and say nothing of the fused ones.
 STEP = 64
+FILES = 512  # of a folder that are read before it is asked whether there are tokens enough
 DIGITS = 5  # of a perplexity that are the plain model's: half a unit of the last
 
 
@@ -27,6 +29,21 @@ class Text(TypedDict):
     window: int
     step: int
     sums: list[float]
+
+
+def tokens_of(tokenizer: Any, path: Path, most: int | None = None) -> list[int]:
+    """All or so many tokens of a file, or of the Python files of a folder, in the order of their names."""
+    paths = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    found: list[int] = []
+    for first in range(0, len(paths), FILES):
+        texts = [
+            it.read_text("utf-8", errors="replace") for it in paths[first : first + FILES] if it.is_file()
+        ]
+        for ids in tokenizer(texts, verbose=False)["input_ids"]:
+            found += ids
+        if most is not None and len(found) >= most:
+            break
+    return found[:most]
 
 
 def windows_of(ids: list[int], most: int) -> list[list[int]]:

@@ -14,7 +14,9 @@ processes choose otherwise, and requests wait for each other, so that batches ar
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
 takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-invariant tpde` also shows how
-much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU.
+much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU. With `--engines 8`
+eight engines of a way read shares of the text, on one GPU; `--serve='--kv-cache-memory-bytes 1G'` leaves each
+its room.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import machine, processes, tuned
 from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
+from benchmarks.harness.texts import Text
 from benchmarks.serve.commands import Latency
 from benchmarks.serve.models import SHAPES, make, title_of
 from benchmarks.serve.offline import READING, Engine
@@ -58,8 +62,22 @@ def _loading(server: Server | Engine | Latency) -> str:
     return str(server.log.figure(r"Model loading took .* and ([\d.]+) seconds"))
 
 
-def measure(way: str, server: Server | Engine | Latency, model: Path, options: argparse.Namespace) -> Row:
-    """What a way does with each number of requests at a time."""
+def reading(engines: list[Engine], text: Path) -> Text:
+    """What engines, which read a share of the windows each, make of a text."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        asked = [pool.submit(it.perplexity, text, at, len(engines)) for at, it in enumerate(engines)]
+        first, *rest = [it.result() for it in asked]
+    for it in rest:
+        first["tokens"] += it["tokens"]
+        first["sums"] += it["sums"]
+    return first
+
+
+def measure(
+    way: str, servers: Sequence[Server | Engine | Latency], model: Path, options: argparse.Namespace
+) -> Row:
+    """What a way does with each number of requests at a time, or what several engines make of a text."""
+    server = servers[0]
     lengths = options.prompt, options.tokens
     found: Row = {"start": "-" if server.load_s is None else f"{server.load_s:.1f}"}
     for count in options.concurrent:
@@ -70,9 +88,9 @@ def measure(way: str, server: Server | Engine | Latency, model: Path, options: a
         note(f"{way}: tokens of {options.compare} prompts")
         asks = (lengths[0], COMPARED), options.compare
         found["tokens"] = [server.tokens(count, *asks) for count in AT_A_TIME]
-    if isinstance(server, Engine) and options.perplexity:
+    if options.perplexity:
         note(f"{way}: reads the text")
-        found["text"] = server.perplexity(options.perplexity)
+        found["text"] = reading([it for it in servers if isinstance(it, Engine)], options.perplexity)
     found |= {
         "kv": server.log.figure(r"KV cache size: ([\d,]+) tokens"),
         "read": _loading(server),
@@ -106,7 +124,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--invariant", action="store_true", help="results that depend on no batch: `VLLM_BATCH_INVARIANT=1`"
     )
-    parser.add_argument("--perplexity", type=Path, help="measure that of this text and no speed, offline")
+    parser.add_argument(
+        "--perplexity",
+        type=Path,
+        help="measure that of this text, or of a folder's Python files, and no speed, offline",
+    )
+    parser.add_argument("--engines", type=int, default=1, help="that read the text, all on one GPU")
     parser.add_argument(
         "--again", action="store_true", help="start each way once more, with kernels compiled, and load"
     )
@@ -187,8 +210,16 @@ def served(
     if options.compare:
         given += ["--compilation-config", json.dumps(COMPARING)]
         environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # batches begin when all is asked
-    with contextlib.closing(kind(model, given, log, environment)) as server:
-        found = measure(way, server, model, options)
+    with contextlib.ExitStack() as running:
+
+        def start(number: int) -> Server | Engine | Latency:
+            server = kind(model, given, log.with_suffix(f".{number}.log") if number else log, environment)
+            return running.enter_context(contextlib.closing(server))
+
+        servers = [start(0)]
+        with ThreadPoolExecutor(options.engines) as pool:  # they find what the first has compiled
+            servers += pool.map(start, range(1, options.engines))
+        found = measure(way, servers, model, options)
     if options.again:
         note(f"{way}: starts again")
         with contextlib.closing(kind(model, given, log.with_suffix(".again.log"), environment)) as server:
@@ -206,8 +237,10 @@ def check(options: argparse.Namespace) -> None:
         raise SystemExit(f"`--{alone[0]}` needs a run of its own, without `--{alone[1]}`")
     if "bf16-invariant" in options.ways and not options.perplexity:
         raise SystemExit("`bf16-invariant` is for `--perplexity`: others have `--invariant`")
-    if options.perplexity and not options.perplexity.is_file():
-        raise SystemExit(f"`--perplexity {options.perplexity}` is no file")
+    if options.perplexity and not options.perplexity.exists():
+        raise SystemExit(f"`--perplexity {options.perplexity}` is not there")
+    if options.engines < 1 or (options.engines > 1 and not options.perplexity):
+        raise SystemExit("`--engines` is of those that read a text, with `--perplexity`: 1 or more")
     if options.compare and "--compilation-config" in options.serve:
         raise SystemExit("`--compare` has a `--compilation-config` of its own: leave it out of `--serve`")
     if options.beside > 1 and "tpde-2" in options.ways:

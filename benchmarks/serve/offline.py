@@ -3,7 +3,8 @@
 It starts in half the time, and leaves out what HTTP and tokenizing cost. `python -m benchmarks.serve.offline
 MODEL [options of vLLM]` answers each line of its input by a line of JSON after `ANSWER`. A line is a JSON
 list: what is asked, `speed` or `tokens`, how many requests are run at a time, how many tokens a prompt has
-and are generated, and how many requests there are; or `perplexity`, and the path of a text.
+and are generated, and how many requests there are; or `perplexity`, the path of a text, and which of how many
+shares of its windows are read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.texts import STEP, WINDOW, windows_of
+from benchmarks.harness.texts import STEP, WINDOW, Text, tokens_of, windows_of
 from benchmarks.serve.log import Log
 
 ANSWER = "ANSWER "
@@ -75,9 +76,10 @@ class Engine:
         """What is generated for as many prompts, of up to so many tokens, with so many at a time."""
         return list(self._ask("tokens", concurrent, *lengths, requests))
 
-    def perplexity(self, text: Path) -> dict[str, Any]:
-        """Logarithms of the probabilities of a text's tokens: their number, and their sum in each window."""
-        return dict(self._ask("perplexity", str(text.resolve())))
+    def perplexity(self, text: Path, share: int, shares: int) -> Text:
+        """Logarithms of the probabilities of a text's tokens, in one of so many shares of its windows."""
+        said: Text = self._ask("perplexity", str(text.resolve()), share, shares)
+        return said
 
     def _ask(self, *what: str | int) -> Any:
         assert self._process.stdin is not None
@@ -140,11 +142,11 @@ def _tokens(llm: Any, concurrent: int, prompt: int, tokens: int, requests: int) 
     return found
 
 
-def _perplexity(llm: Any, text: str) -> dict[str, Any]:
-    """The first token of a window is not predicted."""
+def _perplexity(llm: Any, text: str, share: int, shares: int) -> Text:
+    """Of each so many windows one; the first token of a window is not predicted."""
     config = llm.llm_engine.vllm_config
     window = min(WINDOW, config.model_config.max_model_len - 1)  # one more is generated
-    prompts = windows_of(llm.get_tokenizer().encode(Path(text).read_text("utf-8")), window)
+    prompts = windows_of(tokens_of(llm.get_tokenizer(), Path(text)), window)[share::shares]
     sums, tokens = [], 0
     for first in range(0, len(prompts), TOGETHER):
         for done in _generate(llm, prompts[first : first + TOGETHER], 1, prompt_logprobs=0):

@@ -16,7 +16,9 @@ from support.llama import llama  # noqa: E402
 
 import tpde  # noqa: E402
 from benchmarks import quality  # noqa: E402
+from benchmarks.harness import texts  # noqa: E402
 from benchmarks.harness.report import Page  # noqa: E402
+from benchmarks.harness.texts import tokens_of  # noqa: E402
 from benchmarks.quality import (  # noqa: E402
     FUSED,
     OTHERS,
@@ -28,7 +30,6 @@ from benchmarks.quality import (  # noqa: E402
     look,
     measure,
     multiplied,
-    tokens_of,
 )
 from benchmarks.serve.models import make  # noqa: E402
 from tpde.nn import packed_modules  # noqa: E402
@@ -177,7 +178,8 @@ def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert tokens_of(tokenizer, tmp_path, 8) == [1, 1, 1, 2, 2, 2, 3, 3]
     assert tokens_of(tokenizer, tmp_path / "c.txt", 2) == [9, 9]
+    assert tokens_of(tokenizer, tmp_path) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     read.clear()
-    monkeypatch.setattr(quality, "FILES", 1)
+    monkeypatch.setattr(texts, "FILES", 1)
     assert tokens_of(tokenizer, tmp_path, 6) == [1, 1, 1, 2, 2, 2]
     assert read == [["1"], ["2"]]

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.harness.report import Page
 from benchmarks.harness.texts import Text, perplexity, units, windows_of
-from benchmarks.serve import cards_of, check, model_of, options, served, turns
+from benchmarks.serve import cards_of, check, model_of, options, reading, served, turns
 from benchmarks.serve.models import make, shapes_of, sizes_of
 from benchmarks.serve.tables import compare, judge, perplexities, report
 
@@ -214,11 +214,30 @@ def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:
             check(given("--offline", "--perplexity", str(text), more))
     with pytest.raises(SystemExit, match="`--perplexity` needs `--offline`"):
         check(given("--perplexity", str(text)))
-    with pytest.raises(SystemExit, match="is no file"):
+    with pytest.raises(SystemExit, match="is not there"):
         check(given("--offline", "--perplexity", str(tmp_path / "other")))
+    for more in (["--engines=0", "--perplexity", str(text)], ["--engines=2"]):
+        with pytest.raises(SystemExit, match="`--engines` is of those that read a text"):
+            check(given("--offline", *more))
+    check(given("--offline", "--perplexity", str(tmp_path), "--engines=2"))
     chosen = given("--latency")
     check(chosen)
     assert chosen.concurrent == [1, 8, 32, 128]
+
+
+def test_engines_read_a_share_each(tmp_path: Path) -> None:
+    """Their sums come in the order of the engines, which is that of every way."""
+
+    class Fake:
+        def __init__(self, *sums: float) -> None:
+            self.sums = list(sums)
+
+        def perplexity(self, text: Path, share: int, shares: int) -> Text:
+            assert (text, shares) == (tmp_path, 3)
+            return {"tokens": 10 * len(self.sums), "window": 11, "step": 4, "sums": [share, *self.sums[1:]]}
+
+    engines: Any = [Fake(0.0, 1.0), Fake(0.0, 2.0), Fake(0.0)]
+    assert reading(engines, tmp_path) == {"tokens": 50, "window": 11, "step": 4, "sums": [0, 1.0, 1, 2.0, 2]}
 
 
 def test_a_model_of_the_caller_s(tmp_path: Path) -> None:

@@ -11,15 +11,22 @@ import pytest
 from support.models import torch
 from support.vllm import close, engine
 
+from benchmarks.harness.texts import Text
+
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 
 
-def read(model: Path, text: Path, **options: Any) -> dict[str, Any]:
+def read(model: Path, text: Path, **options: Any) -> Text:
     from benchmarks.serve.offline import ANSWERS
 
     llm = engine(model, max_num_batched_tokens=64, **options)
     try:
-        return ANSWERS["perplexity"](llm, str(text))  # type: ignore[no-any-return]
+        whole, *shares = [ANSWERS["perplexity"](llm, str(text), *it) for it in ((0, 1), (0, 2), (1, 2))]
+        assert sum(it["tokens"] for it in shares) == whole["tokens"]
+        sums: list[float] = [math.nan] * len(whole["sums"])
+        sums[::2], sums[1::2] = shares[0]["sums"], shares[1]["sums"]
+        assert sums == pytest.approx(whole["sums"], rel=0.005)  # of other batches
+        return whole
     finally:
         close(llm)
 
