@@ -14,9 +14,9 @@ processes choose otherwise, and requests wait for each other, so that batches ar
 `--invariant`, `--ways tpde tpde-2` compares one GPU with two.
 `--offline --dir MODEL --perplexity TEXT` measures the perplexity of a text, and nothing else: the engine then
 takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-invariant tpde` also shows how
-much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU. With `--engines 8`
-eight engines of a way read shares of the text, on one GPU; `--serve='--kv-cache-memory-bytes 1G'` leaves each
-its room.
+much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU. With `--engines 4`
+four engines of a way read shares of the text, with `--beside 2` of two ways at a time, all on one GPU, where
+`--serve='--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 1G'` leaves each its room.
 """
 
 from __future__ import annotations
@@ -119,7 +119,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--offline", action="store_true", help="vLLM's engine in a process, no server")
     how.add_argument("--latency", action="store_true", help="vLLM's `bench latency`, no server")
-    parser.add_argument("--beside", type=int, default=1, help="ways at a time, each on a GPU of its own")
+    parser.add_argument(
+        "--beside",
+        type=int,
+        default=1,
+        help="ways at a time, each on a GPU of its own; for a text all on one",
+    )
     parser.add_argument("--compare", type=int, default=0, help="prompts whose tokens are compared, offline")
     parser.add_argument(
         "--invariant", action="store_true", help="results that depend on no batch: `VLLM_BATCH_INVARIANT=1`"
@@ -164,10 +169,10 @@ def pack(plain: Path, packed: Path) -> None:
             tpde.pack(plain, packed)
 
 
-def turns(ways: list[str], beside: int) -> Iterator[list[tuple[str, str | None]]]:
-    """Ways that run at a time, each with its GPU; none where one runs, which takes what it finds."""
-    if beside == 1:
-        yield from ([(way, None)] for way in ways)
+def turns(ways: list[str], beside: int, shared: bool) -> Iterator[list[tuple[str, str | None]]]:
+    """Ways that run at a time, each with its GPU; none where one runs, or all share what they find."""
+    if beside == 1 or (shared and beside > 1):
+        yield from ([(way, None) for way in ways[at : at + beside]] for at in range(0, len(ways), beside))
         return
     import torch
 
@@ -239,6 +244,8 @@ def check(options: argparse.Namespace) -> None:
         raise SystemExit("`bf16-invariant` is for `--perplexity`: others have `--invariant`")
     if options.perplexity and not options.perplexity.exists():
         raise SystemExit(f"`--perplexity {options.perplexity}` is not there")
+    if options.perplexity and not (options.dir and (options.dir / "config.json").is_file()):
+        raise SystemExit(f"`--perplexity` needs a trained model and its tokenizer, `--dir` is {options.dir}")
     if options.engines < 1 or (options.engines > 1 and not options.perplexity):
         raise SystemExit("`--engines` is of those that read a text, with `--perplexity`: 1 or more")
     if options.compare and "--compilation-config" in options.serve:
@@ -274,7 +281,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 traceback.print_exc()
                 done[way] = {"problem": str(error)[:160]}
 
-        for some in turns(options.ways, options.beside):
+        for some in turns(options.ways, options.beside, options.perplexity is not None):
             _at_a_time([partial(serve, *it) for it in some])
             rows = {way: done[way] for way in options.ways if way in done}
             page.clear()

@@ -135,11 +135,12 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways take the GPUs that the caller named."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     ways = ["bf16", "fp8", "tpde"]
-    assert list(turns(ways, 2)) == [[("bf16", "4"), ("fp8", "7")], [("tpde", "4")]]
-    assert list(turns(ways, 1)) == [[(way, None)] for way in ways]
+    assert list(turns(ways, 2, False)) == [[("bf16", "4"), ("fp8", "7")], [("tpde", "4")]]
+    assert list(turns(ways, 1, False)) == [[(way, None)] for way in ways]
+    assert list(turns(ways, 2, True)) == [[("bf16", None), ("fp8", None)], [("tpde", None)]]
     for beside in (0, 3):
         with pytest.raises(SystemExit, match="needs as many GPUs, 2 are there"):
-            list(turns(ways, beside))
+            list(turns(ways, beside, False))
 
 
 def text_of(sums: list[float], tokens: int = 100) -> Text:
@@ -206,7 +207,13 @@ def test_a_way_on_two_gpus_has_none_beside_it() -> None:
 def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a b")
-    chosen = given("--offline", "--perplexity", str(text))
+    of = ("--dir", str(tmp_path))
+    with pytest.raises(SystemExit, match="needs a trained model and its tokenizer"):
+        check(given("--offline", "--perplexity", str(text), *of))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="needs a trained model and its tokenizer"):
+        check(given("--offline", "--perplexity", str(text)))
+    chosen = given("--offline", "--perplexity", str(text), *of)
     check(chosen)
     assert chosen.concurrent == []
     for more in ("--concurrent=1", "--compare=2"):
@@ -216,10 +223,10 @@ def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:
         check(given("--perplexity", str(text)))
     with pytest.raises(SystemExit, match="is not there"):
         check(given("--offline", "--perplexity", str(tmp_path / "other")))
-    for more in (["--engines=0", "--perplexity", str(text)], ["--engines=2"]):
+    for more in (["--engines=0", "--perplexity", str(text), *of], ["--engines=2"]):
         with pytest.raises(SystemExit, match="`--engines` is of those that read a text"):
             check(given("--offline", *more))
-    check(given("--offline", "--perplexity", str(tmp_path), "--engines=2"))
+    check(given("--offline", "--perplexity", str(tmp_path), "--engines=2", *of))
     chosen = given("--latency")
     check(chosen)
     assert chosen.concurrent == [1, 8, 32, 128]
