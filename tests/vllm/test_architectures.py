@@ -155,6 +155,28 @@ def test_embeddings_of_texts_by_a_model_with_a_head(models: Models, options: dic
     assert embedded(**options) == embedded()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_of_two_rows_of_its_head(tmp_path: Path, tied: bool) -> None:
+    plain = saved(tmp_path, "Qwen3", intermediate_size=256, head_dim=32, tie_word_embeddings=tied)
+    rerank = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["t7", "t8"],
+        "is_original_qwen3_reranker": True,
+    }
+
+    def scores(model: Path, **more: Any) -> list[float]:
+        llm = engine(model, runner="pooling", hf_overrides=rerank, **more)
+        try:
+            return [it.outputs.score for it in llm.score("t1 t2", ["t3 t4 t5", "t9"])]
+        finally:
+            close(llm)
+
+    wanted = scores(plain)
+    assert len(set(wanted)) == 2
+    assert scores(plain, **TPDE) == wanted
+    assert scores(packed(plain)) == wanted
+
+
 def test_a_tied_head_of_transformers_own_code(tmp_path: Path) -> None:
     """vLLM changes the model's class for all that comes in this process: it is none of other tests'."""
     plain = saved(tmp_path, "Qwen2", intermediate_size=256, tie_word_embeddings=True)

@@ -168,7 +168,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            return TpdeEmbeddingMethod(self.report, prefix)
+            return None if internals.head_classifies() else TpdeEmbeddingMethod(self.report, prefix)
         if isinstance(layer, internals.RoutedExperts) and refusals.can_pack_experts():
             plain = internals.UnquantizedFusedMoEMethod(layer.moe_config)
             return TpdeExpertsMethod(self.report, plain, self._room, prefix)

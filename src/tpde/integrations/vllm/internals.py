@@ -135,6 +135,13 @@ def may_be_draft() -> bool:
     return config is not None and config.speculative_config is not None
 
 
+def head_classifies() -> bool:
+    """Whether vLLM makes a classifier of two rows of the head, which are the embeddings' where it is tied."""
+    config = get_current_vllm_config().model_config.hf_config
+    said = (getattr(it, "classifier_from_token", None) for it in (config, config.get_text_config()))
+    return any(said)
+
+
 def _offload_backend() -> str:
     """How vLLM keeps weights in host memory, as it chooses: `prefetch`, `uva`, or not at all."""
     how: Any = get_current_vllm_config().offload_config
