@@ -293,8 +293,11 @@ def test_against_finds_what_was_left_out(model: Path) -> None:
     (model / "link").symlink_to("new")
     os.mkfifo(model / "pipe")
     (model / "empty").mkdir()
+    for at in ("logs/more/log.txt", "logs/another"):  # nothing of a new folder is told but the folder
+        (model / at).parent.mkdir(parents=True, exist_ok=True)
+        (model / at).write_text("x")
     found = [it.message for it in verify(packed, against=model)]
-    assert [it.split("`")[1].rpartition("/")[2] for it in found] == ["empty", "link", "new", "pipe"]
+    assert [it.split("`")[1].rpartition("/")[2] for it in found] == ["empty", "link", "logs", "new", "pipe"]
     assert all("was not packed" in it for it in found)
 
 

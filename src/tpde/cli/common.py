@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
@@ -178,6 +179,13 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
     # Help is the docstring, and a backspace alone on a line keeps what follows from being wrapped.
     wrapped.__doc__ = (command.__doc__ or "").replace("\\b\n", "\b\n")
     return wrapped
+
+
+def named(text: str) -> Path:
+    """Take the path that an option names, for `typer.Option`: an empty one would be the current folder."""
+    if not text:
+        raise typer.BadParameter("the name is empty")
+    return Path(text)
 
 
 def few_threads(threads: int | None) -> int | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpde.cli.common import guard, plural, print_json, say, size, table
+from tpde.cli.common import guard, named, plural, print_json, say, size, table
 
 if TYPE_CHECKING:
     from tpde.files.inspection_report import GroupReport, Report
@@ -25,7 +25,12 @@ def inspect(
     ],
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw ratios and exponents (needs `tpde[plot]`)."),
+        typer.Option(
+            "--plot",
+            metavar="FILE.png",
+            help="Draw ratios and exponents (needs `tpde[plot]`).",
+            parser=named,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

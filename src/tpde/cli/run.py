@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, print_json, progress_bar, say
+from tpde.cli.common import guard, named, print_json, progress_bar, say
 from tpde.cli.run_stats import say_copies, say_sizes
 from tpde.errors import InvalidInput
 from tpde.planning.budget import MAX_TOKENS, parse_budget
@@ -95,7 +95,7 @@ def run(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Write a timeline for https://ui.perfetto.dev, with `--vram`."
+            "--trace", metavar="FILE", help="Write a timeline for ui.perfetto.dev (`--vram`).", parser=named
         ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, memory and sizes on stderr.")] = False,

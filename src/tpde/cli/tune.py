@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, plural, print_json, progress_bar, say, table
+from tpde.cli.common import guard, named, plural, print_json, progress_bar, say, table
 from tpde.errors import InvalidInput, UnsupportedDevice
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def tune(
             "-o",
             metavar="FILE",
             help="Write the table there, and not to where products look for it.",
+            parser=named,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the times as JSON.")] = False,

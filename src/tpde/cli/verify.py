@@ -14,6 +14,7 @@ from tpde.cli.common import (
     OK,
     few_threads,
     guard,
+    named,
     plural,
     print_json,
     progress_bar,
@@ -45,7 +46,7 @@ def verify(
     ],
     against: Annotated[
         Path | None,
-        typer.Option("--against", metavar="SRC", help="Compare every byte with the source.", readable=False),
+        typer.Option("--against", metavar="SRC", help="Compare every byte with the source.", parser=named),
     ] = None,
     base: Annotated[
         Path | None,
@@ -53,7 +54,7 @@ def verify(
             "--base",
             metavar="BASE",
             help="Of a delta: check that its target comes out of it.",
-            readable=False,
+            parser=named,
         ),
     ] = None,
     threads: Annotated[

@@ -149,7 +149,10 @@ def _left_out(manifest: Manifest, against: Path, exclude: Sequence[str]) -> list
     known.add(MANIFEST)  # of what was there before the source was saved again
     extra = [it for it in (*tree.files, *tree.links, *tree.folders) if it not in known and it not in parents]
     unexpected = [(it.name, it.reason) for it in tree.left_out if not it.expected]
-    reasons = [(printable(it), "it is not in the packed directory") for it in extra]
+    # A folder stands for all that it holds: the wrong source may have a hundred thousand files.
+    folders = set(tree.folders).intersection(extra)
+    tops = [it for it in extra if not folders.intersection(map(str, PurePosixPath(it).parents))]
+    reasons = [(printable(it), "it is not in the packed directory") for it in tops]
     return [
         Problem(str(against / name), None, None, f"`{against / name}` was not packed: {why}")
         for name, why in sorted(reasons + unexpected)
