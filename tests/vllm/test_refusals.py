@@ -110,6 +110,17 @@ def test_overrides_do_not_hide_what_files_say(
         engine(tmp_path / "model", **kernels("exact"), **more)
 
 
+@pytest.mark.quick
+def test_overrides_do_not_hide_a_file_of_quantization(models: Models, tmp_path: Path) -> None:
+    """ModelOpt kept it beside `config.json`."""
+    import shutil
+
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model/hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(InvalidInput, match="the model's files are quantized with `modelopt`"):
+        engine(tmp_path / "model", **kernels("exact"))
+
+
 def test_reloading(models: Models) -> None:
     """Other weights cannot be put in the place of packed ones that serve."""
     import torch

@@ -268,7 +268,7 @@ def names_in_files(model: str, revision: str | None) -> set[str]:
 
 
 def quantization_of_files(model: str, revision: str | None) -> dict[str, Any] | None:
-    """What a model's `config.json` says of quantization, in the places where vLLM looks; None if nothing.
+    """What a model's files say of quantization, in the places where vLLM looks; None if nothing.
 
     Of `quantization_config`, vLLM's own configuration has what `--hf-overrides` say, and no more.
     """
@@ -278,7 +278,8 @@ def quantization_of_files(model: str, revision: str | None) -> dict[str, Any] | 
             if isinstance(part.get(name), dict):
                 found: dict[str, Any] = part[name]
                 return found
-    return None
+    apart = get_hf_file_to_dict("hf_quant_config.json", model, revision)  # of ModelOpt before 0.31
+    return apart and {"quant_method": "modelopt", **apart}
 
 
 def why_decoded(method: Any, layer: Any) -> str | None:
