@@ -14,6 +14,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +64,18 @@ def _safetensors(step: int, state: State, folder: Path) -> None:
 
 def _dcp(*, compressed: bool, background: bool = False) -> Callable[[int, State, Path], Wait | None]:
     """PyTorch's distributed checkpoints, in one process."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint._extension import ZStandard
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     def save(step: int, state: State, folder: Path) -> Wait | None:
-        extensions = {"_extensions": [ZStandard()]} if compressed else {}
-        writer = checkpoint.FileSystemWriter(folder / str(step), **extensions)
+        extensions = [ZStandard()] if compressed else None
+        writer = FileSystemWriter(folder / str(step), _extensions=extensions)
         if background:
-            return checkpoint.async_save(state, storage_writer=writer, no_dist=True).result
-        checkpoint.save(state, storage_writer=writer, no_dist=True)
+            saved = state_dict_saver.async_save(state, storage_writer=writer, no_dist=True)
+            assert isinstance(saved, Future)
+            return saved.result
+        state_dict_saver.save(state, storage_writer=writer, no_dist=True)
         return None
 
     return save
@@ -157,7 +162,7 @@ def train(options: argparse.Namespace, rate: float, page: Page, *, bf16: bool) -
         for step in range(1, steps + 1):
             training.step()
             state = _state(training)
-            times(COPY, lambda state=state, copy=copy: _copy(state, copy))
+            times(COPY, partial(_copy, state, copy))
             if step in (2, steps // 2, steps):
                 kept[step] = pickle.dumps(state)
             for way in every:

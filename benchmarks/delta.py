@@ -11,6 +11,7 @@ import argparse
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,20 +107,20 @@ def read_pairs(base: Path, target: Path) -> Pairs:
         with PackedFile(path) as old, PackedFile(target / path.relative_to(base)) as new:
             for name, spec in old.specs.items():
                 if spec.dtype in kinds and new.specs.get(name) == spec:
-                    words = (it.read(name).view(kinds[spec.dtype]) for it in (old, new))
-                    pairs.append((spec.dtype, *words))
+                    before, after = (it.read(name).view(kinds[spec.dtype]) for it in (old, new))
+                    pairs.append((spec.dtype, before, after))
     return pairs
 
 
 # ---- sizes
 
 
-def write(path: Path, pairs: Pairs, which: int) -> None:
+def write(path: Path, state: Sequence[tuple[str, np.ndarray[Any, Any]]]) -> None:
     """Write one state as a file, under names as models have them."""
-    specs = {f"model.layers.{i}.weight": TensorSpec(pair[0], (pair[1].size,)) for i, pair in enumerate(pairs)}
+    specs = {f"model.layers.{i}.weight": TensorSpec(it[0], (it[1].size,)) for i, it in enumerate(state)}
     head = canonical_header(specs, {"format": "pt"})
-    order = sorted(range(len(pairs)), key=lambda i: f"model.layers.{i}.weight".encode())
-    data = b"".join(pairs[i][which].tobytes() for i in order)
+    order = sorted(range(len(state)), key=lambda i: f"model.layers.{i}.weight".encode())
+    data = b"".join(state[i][1].tobytes() for i in order)
     path.write_bytes(len(head).to_bytes(8, "little") + head + data)
 
 
@@ -127,8 +128,8 @@ def ours(pairs: Pairs, fast: bool) -> int:
     """The size of our whole delta file, from which the target came back byte for byte."""
     with tempfile.TemporaryDirectory() as name:
         base, target, out = (Path(name) / it for it in ("base", "target", "delta"))
-        write(base, pairs, 1)
-        write(target, pairs, 2)
+        write(base, [(dtype, old) for dtype, old, _ in pairs])
+        write(target, [(dtype, new) for dtype, _, new in pairs])
         report = diff(base, target, out, fast=fast, threads=1)
         patch(base, out, Path(name) / "again", threads=1)
         if (Path(name) / "again").read_bytes() != target.read_bytes():
@@ -179,12 +180,12 @@ def speeds(mib: int, runs: int, page: Page) -> list[list[str]]:
         for _ in range(runs + 1):
             for fast in (False, True):
                 suffix = ", fast" if fast else ""
-                model, sparse = laps(f"make{suffix}", lambda fast=fast: make(fast))
+                model, sparse = laps(f"make{suffix}", partial(make, fast))
                 work[:] = old
-                laps(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
+                laps(f"apply{suffix}", partial(model.apply, sparse, work))
                 if not np.array_equal(work, new):
                     raise SystemExit("the target differs")
-            laps("fingerprint", lambda w=work: fingerprints.fingerprint(w))
+            laps("fingerprint", partial(fingerprints.fingerprint, work))
         for name in laps.seconds:
             speed = old.size / laps.median(name, 1) / 1e9
             bar = SPEED_BARS.get(name) if share == 0.005 else None

@@ -25,7 +25,7 @@ from benchmarks.data.weights import on_device
 from benchmarks.harness.gpu import Flush, stream
 from benchmarks.harness.machine import cores
 from benchmarks.harness.report import Page, note
-from benchmarks.harness.timing import alternate, itself, medians
+from benchmarks.harness.timing import alternate, each, itself, medians
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import EncodePlan, Found, PackEncoder
 from tpde.format.container import TensorSpec
@@ -131,7 +131,7 @@ class Hashing:
         self._digests = Digests(tensors, matrices[0].device.index)
         self._items = torch.from_numpy(self._digests.items).cuda()
         self._scratch = torch.empty(self._digests.scratch_bytes, dtype=torch.uint8, device="cuda")
-        self._beside = torch.cuda.Stream()
+        self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def sums(self) -> None:
         """Launch the first step."""
@@ -206,9 +206,9 @@ def run(options: argparse.Namespace, page: Page) -> None:
         packings, hashing = pack(matrices, dtype, pool), Hashing(matrices)
         right &= all(map(is_right, packings[: len(LAYER)]))
         steps: dict[str, Callable[[], Any]] = {
-            "sample": lambda p=packings: [it.gather() for it in p],
-            "measure": lambda p=packings: [it.measure() for it in p],
-            "encode": lambda p=packings: [it.encode() for it in p],
+            "sample": partial(each, Packing.gather, packings),
+            "measure": partial(each, Packing.measure, packings),
+            "encode": partial(each, Packing.encode, packings),
             "sums": hashing.sums,
             "chain": hashing.chain,
         }

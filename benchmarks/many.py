@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def measure(folder: Path, kind: str, tensors: int, runs: int, page: Page) -> lis
     for _ in range(runs):
         for name, command in commands.items():
             note(" ".join(Path(part).name for part in command))
-            found.setdefault(name, []).append(laps(name, lambda command=command: call(step, *command)))
+            found.setdefault(name, []).append(laps(name, partial(call, step, *command)))
     same, rows = same_bytes(Path(plain), Path(back)), []
     page.judge(same, f"unpacked bytes, {kind}")
     for name, them in found.items():

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.data.weights import on_device as weights_on_device
@@ -44,7 +45,10 @@ class Layers:
         }
         size = max(it.nbytes for it in self.plain)
         self._rooms = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        self._streams = {name: torch.cuda.Stream(priority=at) for name, at in (("", 0), ("high", -1))}
+        self._streams = {
+            name: torch.cuda.Stream(priority=at)  # type: ignore[no-untyped-call]
+            for name, at in (("", 0), ("high", -1))
+        }
 
     def _multiply(self, weight: Any) -> Any:
         import torch
@@ -116,7 +120,7 @@ def timed(ways: dict[str, Callable[[], None]], runs: int) -> dict[str, tuple[flo
                 way()
                 spent.append(time.perf_counter() - start)
 
-            seconds = on_device(work, lambda: torch.cuda._sleep(AHEAD))
+            seconds = on_device(work, lambda: torch.cuda._sleep(AHEAD))  # type: ignore[no-untyped-call]
             if number:
                 device[name].append(1e3 * seconds)
                 host[name].append(1e3 * spent[0])
@@ -140,10 +144,10 @@ def run(options: argparse.Namespace, page: Page) -> None:
             "library, plain weights": it.library,
             "decoding alone": it.decode,
             "in turn": it.in_turn,
-            "the next one meanwhile": lambda it=it: it.meanwhile(""),  # type: ignore[misc]
-            "the same, high priority": lambda it=it: it.meanwhile("high"),  # type: ignore[misc]
-            "in strips of 24 MiB": lambda it=it: it.in_strips(24 << 20),  # type: ignore[misc]
-            "in strips of 128 MiB": lambda it=it: it.in_strips(128 << 20),  # type: ignore[misc]
+            "the next one meanwhile": partial(it.meanwhile, ""),
+            "the same, high priority": partial(it.meanwhile, "high"),
+            "in strips of 24 MiB": partial(it.in_strips, 24 << 20),
+            "in strips of 128 MiB": partial(it.in_strips, 128 << 20),
         }
         found, times = timed(ways, options.runs), WHOLE / options.layers
         plain = found["library, plain weights"][0]

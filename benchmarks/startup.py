@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+from functools import partial
 
 from benchmarks.harness.report import Page, ms, note
 from benchmarks.harness.timing import wall
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
             if "zipnn" in name and run > 5:  # it loads torch, which takes seconds
                 continue
             try:
-                took = wall(lambda command=command: start(command))
+                took = wall(partial(start, command))
             except subprocess.CalledProcessError:
                 failed.add(name)
                 continue

@@ -7,12 +7,13 @@ runs into buffers whose pages are there, in 10^9 bytes of weights a second.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
 from benchmarks.harness.report import Page, note
-from benchmarks.harness.timing import alternate, medians
+from benchmarks.harness.timing import Work, alternate, medians
 from tpde.codec import window_cut, window_plan, windows
 from tpde.codec.windows import Words
 
@@ -53,13 +54,13 @@ def run(options: argparse.Namespace, page: Page) -> None:
         sizes.append([f"{columns}", f"{len(words)}", share, f"{bits:.3f}"])
         half = columns // 128 * 64
         for threads in (1, 2):
-            ways = {
-                "plan": lambda w=words, t=threads: window_plan.WindowPlan(w, t),
-                "encode": lambda p=plan, b=blob, t=threads: p.encode(b, t),
-                "decode": lambda b=blob, o=out, t=threads: windows.decode(b, out=o, threads=t),
-                "validate": lambda b=blob, t=threads: windows.validate(b, t),
-                "cut": lambda b=blob, h=half, t=threads: window_cut.cut_columns(b, 0, h, t),
-                "copy": lambda w=words, c=copy: np.copyto(c, w),
+            ways: dict[str, Work] = {
+                "plan": partial(window_plan.WindowPlan, words, threads),
+                "encode": partial(plan.encode, blob, threads),
+                "decode": partial(windows.decode, blob, out=out, threads=threads),
+                "validate": partial(windows.validate, blob, threads),
+                "cut": partial(window_cut.cut_columns, blob, 0, half, threads),
+                "copy": partial(np.copyto, copy, words),
             }
             taken = medians(alternate(ways, options.runs))
             rate = {name: words.nbytes / taken[name] / 1e9 for name in taken}

@@ -21,7 +21,7 @@ from benchmarks.data.weights import on_device
 from benchmarks.harness.gpu import Flush, stream
 from benchmarks.harness.machine import cores
 from benchmarks.harness.report import Page, note
-from benchmarks.harness.timing import alternate, itself, medians
+from benchmarks.harness.timing import alternate, each, itself, medians
 from tpde.codec import window_plan
 from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 from tpde.cuda.window_products import DeviceWindow
@@ -47,7 +47,8 @@ class Packing:
         import torch
 
         self.matrix = matrix
-        at = Matrix(matrix.data_ptr(), *matrix.shape, matrix.stride(0))
+        rows, columns = matrix.shape
+        at = Matrix(matrix.data_ptr(), rows, columns, matrix.stride(0))
         self._encoder = WindowEncoder(at, matrix.device.index)
         self.scratch = torch.empty(self._encoder.scratch_bytes, dtype=torch.uint8, device=matrix.device)
         self.blob: Any = None
@@ -112,18 +113,19 @@ def clocks(packings: Sequence[Packing], matrices: Sequence[Any], flush: Flush) -
     outs = [torch.empty_like(it) for it in matrices]
 
     def plan() -> float:
-        return flush.cold(lambda: [it.plan() for it in packings])
+        return flush.cold(partial(each, Packing.plan, packings))
 
     def encode() -> float:
         for it in packings:  # it uses scratch memory up
             it.choose(it.scratch[:COUNTS_BYTES].cpu())
-        return flush.cold(lambda: [it.encode() for it in packings])
+        return flush.cold(partial(each, Packing.encode, packings))
 
-    def rows() -> float:
-        return flush.cold(lambda: [it.rows(out) for it, out in zip(packings, outs, strict=True)])
+    def decode() -> None:
+        for it, out in zip(packings, outs, strict=True):
+            it.rows(out)
 
     whole = partial(flush.whole, partial(pack, matrices))
-    return {"plan": plan, "encode": encode, "whole": whole, "rows": rows}
+    return {"plan": plan, "encode": encode, "whole": whole, "rows": partial(flush.cold, decode)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,8 @@ def layers(runs: int, flush: Flush) -> list[tuple[list[str], bool]]:
         out = torch.empty_like(flat)
         blob = pack(TensorSpec("BF16", (height, width)), host_bytes(source))
         makers: dict[str, Callable[[], Contestant]] = {
-            OURS: lambda blob=blob, out=out: Decoder([blob], out),
-            CHECKED: lambda blob=blob, out=out: Decoder([blob], out, check=True),
+            OURS: partial(Decoder, [blob], out),
+            CHECKED: partial(Decoder, [blob], out, check=True),
         }
         results = race(makers, flat, out, runs, flush)
         cells = [f"{r.median * 1e3:.4f}" if r.times else r.problem for r in results.values()]

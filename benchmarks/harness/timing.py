@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+Thing = TypeVar("Thing")
 Work = Callable[[], Any]
 Clock = Callable[[Work], float]
+
+
+def each(work: Callable[[Thing], object], things: Iterable[Thing]) -> None:
+    """Do the same with several things, one after the other."""
+    for it in things:
+        work(it)
 
 
 def wall(work: Work) -> float:
@@ -36,7 +43,7 @@ def on_device(work: Work, before: Work | None = None) -> float:
     """Seconds by CUDA events, of what comes right after something else that does not count."""
     import torch
 
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     if before is not None:
         before()
     start.record()
