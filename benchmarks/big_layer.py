@@ -57,13 +57,14 @@ def use(given: dict[str, Any]) -> None:
 
     import tpde
     from tpde.nn.tiles import Tile, row_tiles
+    from tpde.weights.packed_tensor import PackedTensor
 
     width = given["columns"]
     taken = Use(given["holder"])
     taken.limit(int(given["vram"] * 2**30))
     taken.watch()
     start = time.perf_counter()
-    model = tpde.from_pretrained(
+    model: Any = tpde.from_pretrained(
         given["folder"],
         device=device(),
         model_class=matrix_class(),
@@ -86,7 +87,7 @@ def use(given: dict[str, Any]) -> None:
     taken.pause()
     inputs, output = inputs.cpu(), output.cpu()
     plan = next(iter(model.tpde_streamer.plans.values()))
-    packed = model.linear.weight.packed
+    packed: PackedTensor = model.linear.weight.packed
     chunk = packed.sources[0].header.chunk_words
     used = row_tiles(given["rows"], width, 2, chunk, packed.tile_bytes) if packed.tile_bytes else None
     found = {

@@ -53,7 +53,7 @@ def direct_rate(files: Sequence[Path], threads: int, limit: int, seconds: float)
         for handle, path in zip(handles, files, strict=True)
         for at in range(0, path.stat().st_size, BLOCK)
     ][: limit // BLOCK]
-    todo, lock, done = iter(blocks), threading.Lock(), []
+    todo, lock, done = iter(blocks), threading.Lock(), list[int]()
 
     def work() -> None:
         buffer, count = mmap.mmap(-1, BLOCK), 0  # page-aligned

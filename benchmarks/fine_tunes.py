@@ -20,8 +20,9 @@ from benchmarks.harness.timing import alternate, to_the_end
 TITLE = "Several fine-tunes over one base"
 SHARE = 0.035
 BARS = {"memory": 0.15, "use_ms": 50.0}
-LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
-SMALL = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024}
+# Vocabulary, hidden size, intermediate size.
+LARGE = (128256, 4096, 14336)
+SMALL = (2048, 256, 1024)
 
 
 def tune(model: Any, seed: int, device: str) -> None:
@@ -53,8 +54,11 @@ def run(options: argparse.Namespace, page: Page) -> None:
 
     device = device_of()
     page.facts["GPU"] = gpu() if device == "cuda" else ""
+    vocabulary, hidden, middle = SMALL if options.small else LARGE
     config = transformers.LlamaConfig(
-        **(SMALL if options.small else LARGE),
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=middle,
         num_attention_heads=8 if options.small else 32,
         num_key_value_heads=2 if options.small else 8,
         num_hidden_layers=options.layers,
@@ -63,7 +67,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = transformers.LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
     torch.set_default_dtype(torch.float32)
     plain = sum(it.nbytes for it in model.parameters())
     ids = torch.arange(1, 33, device=device).view(1, -1)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.harness.gpu import graph_of
 from benchmarks.harness.report import Page, note
@@ -26,7 +27,8 @@ COLD = 256 << 20  # bytes of different experts: several times what caches have
 WAYS = ("library", "fused")
 
 
-class Experts(NamedTuple):
+@dataclass(frozen=True)
+class Experts:
     """Shapes of a model's experts.
 
     Attributes

@@ -52,7 +52,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        draw = lambda n: (rng.standard_normal(n, np.float32) * np.float32(0.02)).view(np.uint32)  # noqa: E731
+
+        def draw(count: int) -> Any:
+            return (rng.standard_normal(count, np.float32) * np.float32(0.02)).view(np.uint32)
+
         self.old = draw(WORDS)
         positions = np.sort(rng.choice(WORDS, int(WORDS * CHANGED), replace=False))
         self.new = self.old.copy()
@@ -177,7 +180,7 @@ def v2_pipelined(device: Device) -> Callable[[], None]:
     """The same from pinned memory on two streams, without waiting: the host decompresses on meanwhile."""
     import torch
 
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
 
     def run() -> None:
         for side in streams:

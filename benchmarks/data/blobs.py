@@ -78,9 +78,9 @@ class Decoder:
         for blob in blobs:
             key = id(blob)
             if key not in tables:
-                tables[key] = lookup_tables(blob.header, blob.section)
-                assert tables[key] is not None
-                images[key] = upload(tables[key].image)
+                found = lookup_tables(blob.header, blob.section)
+                assert found is not None
+                tables[key], images[key] = found, upload(found.image)
             self.blobs.append(upload(blob.data))
             items.append(
                 Item(blob.header, tables[key], self.blobs[-1].data_ptr(), images[key].data_ptr(), at)

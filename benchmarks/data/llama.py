@@ -50,7 +50,7 @@ def import_everything() -> None:
     import transformers
     from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache  # noqa: F401
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with contextlib.suppress(ImportError):
         import accelerate  # noqa: F401

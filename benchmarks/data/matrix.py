@@ -164,20 +164,20 @@ def matrix_class() -> Any:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    class MatrixConfig(PretrainedConfig):  # type: ignore[misc]
+    class MatrixConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         model_type = "matrix"
 
         def __init__(self, rows: int = 1, columns: int = 1, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             self.rows, self.columns = rows, columns
 
-    class Matrix(PreTrainedModel):  # type: ignore[misc]
+    class Matrix(PreTrainedModel):  # type: ignore[no-untyped-call]
         config_class = MatrixConfig
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.linear = nn.Linear(config.columns, config.rows, bias=False)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
         def forward(self, inputs_embeds: Any) -> Any:
             return self.linear(inputs_embeds)

@@ -55,11 +55,14 @@ class Source:
         self, shapes: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...]], Any]
     ) -> None:
         from tpde.format.container import TensorSpec
+        from tpde.format.container_reader import parse_header
         from tpde.format.container_writer import canonical_header
 
-        self.specs = {name: TensorSpec("BF16", tuple(shape)) for name, shape in shapes.items()}
-        self.metadata = {"format": "pt"}
-        self.header = canonical_header(self.specs, self.metadata)
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec("BF16", tuple(shape)) for name, shape in shapes.items()
+        }
+        self.container = parse_header(canonical_header(self.specs, {"format": "pt"}), self.name)
+        self.size = self.container.data_start + self.container.data_bytes
         self._make, self._staging, self._last = make, np.empty(0, np.uint8), ""
 
     def read(self, name: str, begin: int, end: int, out: Any) -> None:
@@ -93,7 +96,7 @@ def tensors_of(config: Any) -> dict[str, tuple[int, ...]]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     return {name: tuple(it.shape) for name, it in model.named_parameters()}
 
 
@@ -129,7 +132,10 @@ def write_packed(directory: Path, config: Any, seed: int) -> dict[str, Any]:
         source = Source({name: shapes[name] for name in names}, lambda name, shape: weight(name, shape, seed))
         if not (directory / file).exists():
             with FileWriter(
-                directory / file, source.specs, metadata=source.metadata, source_header=source.header
+                directory / file,
+                source.specs,
+                metadata=source.container.metadata,
+                source_header=source.container,
             ) as writer:
                 pack_tensors(source, writer)
             note(f"packed {file}, {time.perf_counter() - start:.1f} s so far")
@@ -165,7 +171,7 @@ def plain_model(config: Any, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weight(name, tuple(parameter.shape), seed))

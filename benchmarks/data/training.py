@@ -55,7 +55,7 @@ class Training:
         logits = self.model["head"](self.model["blocks"](x, mask=self._mask, is_causal=True))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return float(loss.detach())
 

@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.data.llama import PROMPT, config_of, import_everything, prompt
 from benchmarks.harness.gpu import device, wait
@@ -29,7 +29,7 @@ def make(directory: str, shape: str, layers: int | None, seed: int) -> dict[str,
     config = config_of(shape, layers)
     torch.manual_seed(seed)
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     largest: dict[str, int] = {}
     for name, weight in model.named_parameters():
         if weight.dim() == 2:  # per-row scale 0.02 * exp(0.3 * normal), as the other benchmarks have it
@@ -71,7 +71,8 @@ def load(mode: str, plain: str, packed: str) -> Any:
     if mode in TPDE:
         import tpde
 
-        pack, kernels = mode.startswith("pack_"), "fused" if mode.endswith("fused") else "exact"
+        pack = mode.startswith("pack_")
+        kernels: Literal["exact", "fused"] = "fused" if mode.endswith("fused") else "exact"
         return tpde.from_pretrained(plain if pack else packed, device=device(), kernels=kernels, pack=pack)
     if mode == "pack_module":
         from tpde.nn import pack_module
@@ -83,7 +84,7 @@ def load(mode: str, plain: str, packed: str) -> Any:
         import bitsandbytes  # noqa: F401 - so that its absence is named
         from transformers import BitsAndBytesConfig
 
-        how = BitsAndBytesConfig(
+        how = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_8bit=mode == "int8",
             load_in_4bit=mode == "int4",
             bnb_4bit_compute_dtype=torch.bfloat16,
@@ -161,7 +162,7 @@ def graph(model: Any, count: int) -> dict[str, Any]:
     with torch.no_grad():
         step, ids = stepper(model, PROMPT + 2 * WARM + count + 8)
         tokens = [int(ids)]
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM):

@@ -186,7 +186,7 @@ class Use:
         self._held = Held(ends) if ends else None
         if self._held is not None:
             self._held.leave(NOTHING)
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.zeros(1, device="cuda")  # torch's own first pages are part of what is counted from here
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -178,7 +178,7 @@ def graph_of(run: Callable[[], None]) -> Callable[[], None]:
     """What replays what a function launches."""
     import torch
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()

@@ -88,7 +88,7 @@ class Watch:
 
         self._cuda = torch.cuda.is_available()
         if self._cuda:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.zeros(1, device="cuda")
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

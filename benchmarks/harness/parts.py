@@ -30,7 +30,7 @@ def in_parts(model: Any, rows: int | None) -> Iterator[None]:
         made = [forward(it) for it in x.reshape(-1, x.shape[-1]).split(rows)]
         return torch.cat(made).view(*x.shape[:-1], -1)
 
-    layers = [it for it in model.modules() if rows and isinstance(it, torch.nn.Linear)]
+    layers: list[Any] = [it for it in model.modules() if rows and isinstance(it, torch.nn.Linear)]
     for it in layers:
         it.forward = functools.partial(parts, it.forward)
     try:

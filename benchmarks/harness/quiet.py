@@ -37,7 +37,7 @@ def quiet() -> bool:
     took = arithmetic()
     with _fastest.get_lock():
         _fastest.value = min(_fastest.value, took)
-        return took <= SLOW * _fastest.value
+        return bool(took <= SLOW * _fastest.value)
 
 
 def calibrate() -> None:

@@ -96,7 +96,9 @@ class Results:
 
     def slow(self, task: str, given: Found) -> bool:
         """Whether a first token that counts was taken on a processor that others use, too."""
-        row = {"plain": self.plain, "ours": self.ours.get(given.get("budget"), {})}.get(task, {})
+        row = self.plain if task == "plain" else {}
+        if task == "ours":
+            row = self.ours.get(given["budget"], {})
         return bool(given["turn"] and row.get("turns", {}).get(given["turn"], {}).get("slow"))
 
     def fits(self, budget: float) -> bool:

@@ -68,9 +68,9 @@ class Loaded:
     def __init__(self, given: dict[str, Any], budget: float | None, max_tokens: int = 1024) -> None:
         import tpde
 
-        limits = {} if budget is None else {"vram": f"{budget:g}GiB", "max_tokens": max_tokens}
-        self.model: Any = tpde.from_pretrained(given["packed"], device=device(), **limits)
-        self._streaming = getattr(self.model, "tpde_streamer", None)
+        vram, tokens = None if budget is None else f"{budget:g}GiB", None if budget is None else max_tokens
+        self.model: Any = tpde.from_pretrained(given["packed"], device=device(), vram=vram, max_tokens=tokens)
+        self._streaming: Any = getattr(self.model, "tpde_streamer", None)
         self.streamers = list(self._streaming.streamers.values()) if self._streaming else []
 
     def plan(self) -> str:
@@ -234,7 +234,8 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
         if given["measured"] and budget is not None:
             # Hosts with other work take half as long again, or not, from one second to the next.
-            found["beside_s"] = loaded.predicted(*given["measured"], call)
+            copy, memory = given["measured"]
+            found["beside_s"] = loaded.predicted(copy, memory, call)
         say()
         if loaded.streamers and given["serial"]:
             for streamer in loaded.streamers:

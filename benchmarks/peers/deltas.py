@@ -52,7 +52,8 @@ def patch_from(pairs: Pairs) -> int:
     """`zstd --patch-from`, level 19 and long-distance matching, of all tensors one after the other."""
     import zstandard
 
-    old, new = (b"".join(pair[i].tobytes() for pair in pairs) for i in (1, 2))
+    old = b"".join(it.tobytes() for _, it, _ in pairs)
+    new = b"".join(it.tobytes() for _, _, it in pairs)
     log = max(10, min(27, (len(old) + len(new) - 1).bit_length()))
     parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=log, enable_ldm=True)
     base = zstandard.ZstdCompressionDict(old, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
@@ -95,7 +96,7 @@ def arc_v3(pairs: Pairs) -> int:
             raise ValueError("bf16 only")
         src, dst = (torch.from_numpy(it.view(np.int16).copy()).view(torch.bfloat16) for it in (old, new))
         coded, _ = compression.delta_compress(src=src, dst=dst, compression_format="arc_v3")
-        return coded.numel() * coded.element_size()
+        return int(coded.numel() * coded.element_size())
 
     return _cheaper_way(pairs, size)
 

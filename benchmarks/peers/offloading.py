@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -18,18 +19,19 @@ def accelerate_offload() -> Callable[[Any], Any]:
 def diffusers_offload() -> Callable[[Any], Any]:
     """Offload by diffusers' groups, with streams."""
     import torch
-    from diffusers.hooks import apply_group_offloading
+    from diffusers.hooks.group_offloading import apply_group_offloading
 
     def install(model: Any) -> Any:
-        common = {
-            "onload_device": torch.device("cuda:0"),
-            "offload_device": torch.device("cpu"),
-            "non_blocking": True,
-            "use_stream": True,
-        }
+        offload = partial(
+            apply_group_offloading,
+            onload_device=torch.device("cuda:0"),
+            offload_device=torch.device("cpu"),
+            non_blocking=True,
+            use_stream=True,
+        )
         # Blocks are looked for among a module's own children: the decoder's, then the rest leaf by leaf.
-        apply_group_offloading(model.model, offload_type="block_level", num_blocks_per_group=1, **common)
-        apply_group_offloading(model.lm_head, offload_type="leaf_level", **common)
+        offload(model.model, offload_type="block_level", num_blocks_per_group=1)
+        offload(model.lm_head, offload_type="leaf_level")
         return model
 
     return install

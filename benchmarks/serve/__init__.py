@@ -172,7 +172,8 @@ def pack(plain: Path, packed: Path) -> None:
 def turns(ways: list[str], beside: int, shared: bool) -> Iterator[list[tuple[str, str | None]]]:
     """Ways that run at a time, each with its GPU; none where one runs, or all share what they find."""
     if beside == 1 or (shared and beside > 1):
-        yield from ([(way, None) for way in ways[at : at + beside]] for at in range(0, len(ways), beside))
+        for first in range(0, len(ways), beside):
+            yield [(way, None) for way in ways[first : first + beside]]
         return
     import torch
 

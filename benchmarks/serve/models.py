@@ -137,6 +137,6 @@ def make_tokenizer(directory: Path, vocabulary: int) -> None:
     words = {UNKNOWN: 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
     made = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=made, unk_token=UNKNOWN, bos_token="<s>", eos_token="</s>"
     ).save_pretrained(directory)

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _perplexity(llm: Any, text: str, share: int, shares: int) -> Text:
     return {"tokens": tokens, "window": window, "step": step, "sums": sums}
 
 
-ANSWERS = {"speed": _speed, "tokens": _tokens, "perplexity": _perplexity}
+ANSWERS: dict[str, Callable[..., object]] = {"speed": _speed, "tokens": _tokens, "perplexity": _perplexity}
 
 
 def main() -> None:
