@@ -179,6 +179,7 @@ class CheckpointStore(StoredSteps):
             target = MemoryState(tree.specs, read, metadata, f"step {number}")
             if background:
                 self._pending = BackgroundSave(number, lambda: self._save(number, target))
+                self._pending.start()  # now, when Ctrl-C does not make it one that nobody knows
             else:
                 self._save(number, target)
 
@@ -227,17 +228,18 @@ class CheckpointStore(StoredSteps):
         Exception
             What it failed with.
         """
-        pending = self._pending
-        if pending is not None:
-            pending.join()  # Ctrl-C here leaves it to the next call
-            with self._turn:
-                if self._pending is not pending:  # another thread was told
-                    return
-                self._pending = None
-            if isinstance(pending.error, TpdeError):
-                raise pending.error.prefixed(f"step {pending.step} was not saved")
-            if pending.error is not None:
-                raise pending.error
+        if self._pending is None:
+            return
+        with self._alone():
+            pending = self._pending
+            if pending is None:  # another thread was told
+                return
+            error = pending.end()  # Ctrl-C here leaves it to the next call
+            self._pending = None
+        if isinstance(error, TpdeError):
+            raise error.prefixed(f"step {pending.step} was not saved")
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for a save in the background, let others write, and free memory.
@@ -251,19 +253,20 @@ class CheckpointStore(StoredSteps):
             try:
                 self.wait()
             finally:
-                self._staging, self._other, self._retained = Staging(), Staging(), None
-                if self._lock is not None:
-                    self._lock.release()
-                    self._lock = None
+                if self._pending is None:  # else Ctrl-C came first, and it still writes
+                    self._staging, self._other, self._retained = Staging(), Staging(), None
+                    if self._lock is not None:
+                        self._lock.release()
+                        self._lock = None
 
     def _alone(self) -> Turn:
-        """The turn of this thread, in which no other one writes.
+        """The turn of this thread, in which no other one writes, nor waits for a save in the background.
 
-        A save in the background is waited for before: its thread, which logs, may get here, too.
+        The thread of that one, which logs, may get here, too, while the turn's owner waits for it.
         """
         pending = self._pending
         if pending is not None:
-            pending.join()
+            pending.refuse_itself()
         return self._turn
 
     def _own(self) -> None:

@@ -147,10 +147,27 @@ MUTANTS = (
     mutant(
         "background-saves-fail-in-silence",
         "store/checkpoints.py",
-        "            if pending.error is not None:\n                raise pending.error\n",
+        "        if error is not None:\n            raise error\n",
         "",
         "a full disk is never told",
         "integration/checkpoints/test_checkpoint_writers.py",
+    ),
+    mutant(
+        "interrupted-closes-let-others-write",
+        "store/checkpoints.py",
+        "                if self._pending is None:  #",
+        "                if True:  #",
+        "two write at a time after Ctrl-C in `close`",
+        "integration/checkpoints/test_checkpoint_interrupts.py",
+    ),
+    mutant(
+        "retained-states-are-overwritten",
+        "store/checkpoints.py",
+        "self._retained[2] is memory:",
+        "False:",
+        "steps are made from a state that is not the one before",
+        "integration/checkpoints/test_checkpoints.py",
+        "integration/checkpoints/test_checkpoint_interrupts.py",
     ),
     mutant(
         "bases-are-removed",
