@@ -104,8 +104,8 @@ class CheckpointStore(StoredSteps):
         """Have written nothing yet."""
         self._ended = False  # a `with`, after which nobody would close it
         self._staging = Staging()
-        self._other = Staging()  # the copy of what is retained, in turn with the one above
-        self._retained: tuple[int, MemoryState] | None = None
+        self._other = Staging()  # the next copy while the one above has what is retained
+        self._retained: tuple[int, MemoryState, Staging] | None = None
         self._lock: WriterLock | None = None
         self._pending: BackgroundSave | None = None
         self._turn = Turn()  # of a thread that writes, or ends a save in the background
@@ -168,28 +168,31 @@ class CheckpointStore(StoredSteps):
                     f"{there[-1] + 1}))`",
                     where=str(self.directory),
                 )
-            metadata = {STEP: str(number), TREE: tree.text}
+            if self._retained is not None and there[-1:] != [self._retained[0]]:
+                self._retained = None  # of a step that is gone, whose number may come again
+            memory = self._staging
+            if self._retained is not None and self._retained[2] is memory:
+                memory = self._other
             if background or self._retain:
-                read = self._staging.copy(tree.leaves, tree.specs)
+                read = memory.copy(tree.leaves, tree.specs)
             else:
 
                 def read(name: str) -> Bytes:
                     return leaf_bytes(tree.leaves[name])
 
-            target = MemoryState(tree.specs, read, metadata, f"step {number}")
+            target = MemoryState(tree.specs, read, {STEP: str(number), TREE: tree.text}, f"step {number}")
             if background:
-                self._pending = BackgroundSave(number, lambda: self._save(number, target))
+                self._pending = BackgroundSave(number, lambda: self._save(number, target, memory))
                 self._pending.start()  # now, when Ctrl-C does not make it one that nobody knows
             else:
-                self._save(number, target)
+                self._save(number, target, memory)
 
-    def _save(self, step: int, target: MemoryState) -> None:
+    def _save(self, step: int, target: MemoryState, memory: Staging) -> None:
         """Write a step, and remove what need not stay."""
         there = steps_in(self.directory)
         self._write(step, target, there[-1] if there else None)
         if self._retain:
-            self._retained = step, target
-            self._staging, self._other = self._other, self._staging
+            self._retained = step, target, memory
         if self._keep is not None:
             there.append(step)
             remove(self.directory, set(there).difference(needed(self.directory, there[-self._keep :])))
@@ -286,7 +289,7 @@ class CheckpointStore(StoredSteps):
                 sync_folder(self.directory.parent)
         except OSError as error:
             raise unwritable(self.directory, error) from error
-        self._lock, self._retained = WriterLock(self.directory), None  # others may have written meanwhile
+        self._retained, self._lock = None, WriterLock(self.directory)  # others may have written meanwhile
 
     def prune(
         self, keep: int | None = None, *, drop: Iterable[int] = (), rewrite: bool = True

@@ -11,6 +11,7 @@ from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 
 _ALIGN = 64
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Staging:
@@ -21,7 +22,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffer: Any = np.empty(0, np.uint8)
+        self._buffer: Any = _NOTHING
 
     def copy(self, leaves: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Callable[[str], Bytes]:
         """Copy all tensors.
@@ -45,15 +46,17 @@ class Staging:
         self._reserve(at, leaves.values())
         out = self._bytes()
         devices = set()
-        for name, leaf in leaves.items():
-            place = out[places[name] : places[name] + specs[name].nbytes]
-            if isinstance(leaf, np.ndarray):
-                np.copyto(place.view(leaf.dtype.newbyteorder("<")).reshape(leaf.shape), leaf)
-            elif place.size:
-                _copy(place, leaf, wait=not _on_gpu(leaf))
-                if _on_gpu(leaf):
-                    devices.add(leaf.device)
-        _wait(devices)
+        try:
+            for name, leaf in leaves.items():
+                place = out[places[name] : places[name] + specs[name].nbytes]
+                if isinstance(leaf, np.ndarray):
+                    np.copyto(place.view(leaf.dtype.newbyteorder("<")).reshape(leaf.shape), leaf)
+                elif place.size:
+                    if _on_gpu(leaf):
+                        devices.add(leaf.device)
+                    _copy(place, leaf, wait=not _on_gpu(leaf))
+        finally:  # else what Ctrl-C left on its way would come into the next copy
+            _wait(devices)
         return lambda name: out[places[name] : places[name] + specs[name].nbytes]
 
     def _reserve(self, size: int, leaves: Collection[Any]) -> None:
@@ -63,7 +66,7 @@ class Staging:
         """
         if all(isinstance(it, np.ndarray) for it in leaves):
             if len(self._buffer) < size:
-                self._buffer = None  # first, so that there are never two
+                self._buffer = _NOTHING  # first, so that there are never two
                 self._buffer = np.empty(size, np.uint8)
             return
         import torch
@@ -72,7 +75,7 @@ class Staging:
         held = self._buffer
         if isinstance(held, np.ndarray) or held.numel() < size or (pinned and not held.is_pinned()):
             del held
-            self._buffer = None
+            self._buffer = _NOTHING
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def _bytes(self) -> Bytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -104,3 +107,54 @@ def test_while_a_save_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.save(4, _state(4), background=True)
     store.close()
     _check(tmp_path, {1, 2, 4}, set())
+
+
+_TRACED = ("store/checkpoints.py", "store/staging.py", "store/background_save.py", "store/turn.py")
+
+
+class _InterruptsAt:
+    """Ctrl-C before a line of what a store executes in this thread."""
+
+    def __init__(self, line: int) -> None:
+        self._left, self.came = line, False
+
+    def __enter__(self) -> None:
+        sys.settrace(self._calls)
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _calls(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._lines if frame.f_code.co_filename.endswith(_TRACED) else None
+
+    def _lines(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self._left -= 1
+            if not self._left:
+                self.came = True
+                raise KeyboardInterrupt
+        return self._lines
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_before_every_line_of_a_save(tmp_path: Path, *, background: bool, retain: bool, again: bool) -> None:
+    """Also of a step that was there before, and was dropped."""
+    for line in range(1, 1000):
+        interrupts, folder = _InterruptsAt(line), tmp_path / str(line)
+        store = CheckpointStore(folder, retain=retain, keep=3)
+        store.save(1, _state(1), background=background)
+        if again:
+            store.save(2, _state(7))
+            store.prune(drop=[2])
+        with contextlib.suppress(KeyboardInterrupt), interrupts:
+            store.save(2, _state(2), background=background)
+            store.wait()
+        for step in (3, 4):
+            store.save(step, _state(step), background=background)
+        store.close()
+        _check(folder, {3, 4}, {1, 2})
+        if not interrupts.came:
+            break
+    assert 20 < line < 999
