@@ -14,6 +14,7 @@ from tpde.codec.blob import PIECE_BYTES
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.format.container import Container
+from tpde.io.sinks import write_failed
 from tpde.io.sources import FileSource
 
 _READABLE = 0o400  # whoever could read the source's file may read their own
@@ -43,7 +44,7 @@ def copy_file(source: Path, target: Path) -> str:
     """Copy a regular file and its permissions to a new one; returns the SHA-256 of what was copied."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
-        digits = _each_piece(source, lambda piece: _write(file.fileno(), piece))
+        digits = _each_piece(source, lambda piece: _write(file.fileno(), piece, target))
         os.fchmod(descriptor, mode_of(source))
     return digits
 
@@ -63,20 +64,31 @@ def _each_piece(path: Path, take: Callable[[memoryview], None]) -> str:
     return hasher.hexdigest()
 
 
-def _write(descriptor: int, piece: memoryview) -> None:
-    while piece.nbytes:
-        piece = piece[os.write(descriptor, piece) :]
+def _write(descriptor: int, piece: memoryview, path: Path) -> None:
+    try:
+        while piece.nbytes:
+            piece = piece[os.write(descriptor, piece) :]
+    except OSError as error:
+        at = os.fstat(descriptor).st_size
+        raise write_failed(f"writing failed at byte {at}", error, str(path)) from error
+
+
+def write_file(target: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a new file with these permissions, by default with those of any new one."""
+    bits = 0o666 if mode is None else 0o600
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, bits)
+    try:
+        _write(descriptor, memoryview(data), target)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(target: Path, text: str, mode: int) -> str:
     """Write a new file with these permissions; returns the SHA-256 of its bytes."""
     data = text.encode("utf-8")
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        _write(descriptor, memoryview(data))
-        os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
+    write_file(target, data, mode)
     return hashlib.sha256(data).hexdigest()
 
 

@@ -25,7 +25,7 @@ from tpde.files.documents import is_inside
 from tpde.files.file_kinds import folder_of
 from tpde.files.replaced_folder import Identity, below, identity_of, refuse_folder
 from tpde.io.rename import exchange, rename_new
-from tpde.io.sinks import exists_already, sync_folder, unwritable
+from tpde.io.sinks import exists_already, sync_folder, unwritable, write_failed
 from tpde.io.temporary import clear_files, create, left_or_living, remove, stands_for
 
 log = logging.getLogger("tpde")
@@ -108,6 +108,8 @@ def sync_tree(folder: Path) -> None:
             descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 os.fsync(descriptor)
+            except OSError as error:
+                raise write_failed("completing the file failed", error, str(folder / name)) from error
             finally:
                 os.close(descriptor)
     for it in reversed(folders):

@@ -105,6 +105,11 @@ def unwritable(path: Path, error: OSError) -> InvalidDestination:
     )
 
 
+def write_failed(what: str, error: OSError, name: str) -> OSError:
+    """Say what of writing a file failed, where all that was written is removed then."""
+    return OSError(error.errno, f"{what}: {error.strerror}; nothing was left behind", name)
+
+
 def require_writable(path: Path) -> None:
     """Refuse a destination whose folder takes no files.
 
@@ -178,10 +183,7 @@ class FileSink:
                 if done:
                     views[0] = views[0][done:]
         except OSError as error:
-            raise self._failed(f"writing failed at byte {offset}", error) from error
-
-    def _failed(self, what: str, error: OSError) -> OSError:
-        return OSError(error.errno, f"{what}: {error.strerror}; nothing was left behind", self.name)
+            raise write_failed(f"writing failed at byte {offset}", error, self.name) from error
 
     def room(self, offset: int, size: int) -> None:
         """None: a file's bytes are not in memory."""
@@ -202,7 +204,7 @@ class FileSink:
             os.fsync(self._fd)
             lock = os.dup(self._fd)  # which holds the lock until the file has its name
         except OSError as error:
-            raise self._failed("completing the file failed", error) from error
+            raise write_failed("completing the file failed", error, self.name) from error
         try:
             self._close()
             refuse_file(self.path, self._force)
@@ -214,7 +216,7 @@ class FileSink:
             except FileExistsError:
                 raise exists_already(self.path) from None
             except OSError as error:
-                raise self._failed("giving the file its name failed", error) from error
+                raise write_failed("giving the file its name failed", error, self.name) from error
         finally:
             with contextlib.suppress(OSError):
                 os.close(lock)
@@ -227,7 +229,7 @@ class FileSink:
         try:
             os.close(descriptor)
         except OSError as error:
-            raise self._failed("closing the file failed", error) from error
+            raise write_failed("closing the file failed", error, self.name) from error
 
     def abort(self) -> None:
         """Remove the temporary file."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpde.errors import InvalidDestination, InvalidInput
+from tpde.files.copying import write_file
 from tpde.files.documents import is_inside, json_object
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder
@@ -68,7 +69,7 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
         for file, names in files.items():
             _write(new / file, names, state, threads)
         text = json.dumps({"step": step, "state": rest}, ensure_ascii=False)
-        (new / REST).write_text(text + "\n", encoding="utf-8")
+        write_file(new / REST, f"{text}\n".encode())
 
 
 def _refuse_others(folder: Path, ours: Iterable[str]) -> None:

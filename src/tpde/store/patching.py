@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
+from tpde.files.copying import write_file
 from tpde.files.destinations import refuse_inside_packed, refuse_nested, refuse_sources, replaceable
 from tpde.files.folder_swap import new_folder
 from tpde.files.progress import Progress, no_progress
@@ -82,7 +83,7 @@ def patch(
                 _write_file(state, name, folder / name, False, count, progress)
             for name, content in state.others.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content())
+                write_file(folder / name, content())
     finally:
         state.close()
 

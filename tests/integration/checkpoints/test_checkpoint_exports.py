@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,15 @@ def test_an_export_replaces_only_what_one_wrote(tmp_path: Path, rest: str | None
         store.export(1, tmp_path / "link", force=True)
     assert (out / "model.safetensors").read_text() == (tmp_path / "notes.txt").read_text() == "theirs"
     assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_full_disk_is_told_of_the_json_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, {"model": {"w": torch.ones(1)}})
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"failed at byte 0: No space .*; nothing was left.*out/state\.json"):
+        store.export(1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

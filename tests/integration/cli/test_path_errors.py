@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,35 @@ def test_full_disk(
 
     monkeypatch.setattr(os, "pwritev", full)
     run("pack", path, tmp_path / "t").failed(4, "t.*No space left on device", "make room")
+    assert names(tmp_path) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks the system for names of open files")
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+@pytest.mark.parametrize("command", ["pack", "unpack", "patch"])
+def test_full_disk_when_other_files_come(
+    run: Run, command: str, fails: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are not written as weights are."""
+    packed, delta, other = (tmp_path / name for name in ("packed", "delta", "other"))
+    (model / "notes.txt").write_text("text")
+    shutil.copytree(model, other)
+    (other / "notes.txt").write_text("another text")
+    assert run("pack", model, packed).code == 0
+    assert run("diff", model, other, delta).code == 0
+    before, real = names(tmp_path), getattr(os, fails)
+
+    def full(fd: int, *args: Any) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith(("notes.txt", "config.json")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(real(fd, *args) or 0)
+
+    monkeypatch.setattr(os, fails, full)
+    given = {"pack": [model], "unpack": [packed], "patch": [model, delta]}[command]
+    run(command, *given, tmp_path / "t").failed(
+        4, r"t/(notes.txt|config.json)`: .* failed.*: No space left on device; nothing was left", "make room"
+    )
     assert names(tmp_path) == before
 
 

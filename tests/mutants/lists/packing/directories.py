@@ -253,8 +253,8 @@ MUTANTS = (
     mutant(
         "short-writes-of-copies",
         "files/copying.py",
-        "        piece = piece[os.write(descriptor, piece) :]",
-        "        os.write(descriptor, piece)\n        return",
+        "            piece = piece[os.write(descriptor, piece) :]",
+        "            os.write(descriptor, piece)\n            return",
         "what a short write left out of a copied file is never written",
         "unit/test_verify.py",
     ),
