@@ -182,7 +182,7 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
         )
     level = 19 if len(plain) <= _SLOW_BYTES else 3
     contents = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(plain)
-    hashes = b""
+    hashes = bytearray()  # which grows where it is: of bytes, each tensor's would copy those of all before
     for it in head.tensors:
         hashes += it.base + (it.target if it.codec != SAME else b"")
         hashes += it.payload_hash.to_bytes(8, "little") if it.size else b""
@@ -193,7 +193,7 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
     sizes = len(hashes), len(contents), len(plain), head.data_bytes
     header = HEADER.pack(DELTA_MAGIC, VERSION, 0, *sizes, bytes(24), 0)
     found = xxhash.xxh3_64_intdigest(header + hashes + contents)
-    return header[:HASH_AT] + found.to_bytes(8, "little"), hashes + contents
+    return header[:HASH_AT] + found.to_bytes(8, "little"), bytes(hashes + contents)
 
 
 class Payload(NamedTuple):
