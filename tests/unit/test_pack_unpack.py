@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tpde.errors import (
     UnsupportedVersion,
 )
 from tpde.files.operations import total_bytes
+from tpde.store.verify_delta import verify_delta
 
 CALLS = {"pack": (tpde.pack, spoilt.PLAIN), "unpack": (tpde.unpack, spoilt.PACKED)}
 
@@ -132,6 +134,26 @@ def test_threads_do_not_change_a_byte(name: str, there: Path) -> None:
         call(there / "source", there / f"target{threads}", threads=threads)
     made = {(there / f"target{threads}").read_bytes() for threads in (1, 3, None)}
     assert made == {spoilt.PACKED if name == "pack" else spoilt.PLAIN}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **it: tpde.pack("source", "target", **it),
+        lambda **it: tpde.unpack("source", "target", **it),
+        lambda **it: tpde.verify("source", **it),
+        lambda **it: tpde.diff("source", "target", "delta", **it),
+        lambda **it: tpde.patch("source", "delta", "target", **it),
+        lambda **it: verify_delta("delta", **it),
+        lambda **it: tpde.make_delta({}, {}, **it),
+        lambda **it: tpde.apply_delta({}, b"", **it),
+        lambda **it: tpde.CheckpointStore("source").verify(**it),
+    ],
+    ids=["pack", "unpack", "verify", "diff", "patch", "verify_delta", "make_delta", "apply_delta", "store"],
+)
+def test_progress_that_cannot_be_called_is_refused_first(call: Callable[..., object]) -> None:
+    with pytest.raises(InvalidArgument, match="`progress` is a int, which cannot be called; pass a func"):
+        call(progress=5)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -17,7 +17,7 @@ from tpde.files.manifest import is_packed_directory
 from tpde.files.pack_directory import pack_directory
 from tpde.files.pack_file import pack_file
 from tpde.files.problem import Problem
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.resaved import is_resaved, unpack_resaved, verify_resaved
 from tpde.files.result import Result
 from tpde.files.thread_count import check_threads
@@ -147,6 +147,7 @@ def pack(
     """
     _require_paths(source, destination)
     patterns = check_patterns(exclude)
+    check_progress(progress)
     check_threads(threads)
     path, target = resolve(source), given_path(destination)
     if path.is_dir():
@@ -202,6 +203,7 @@ def unpack(
     >>> import tpde
     >>> tpde.unpack("packed.safetensors", "model.safetensors")  # doctest: +SKIP
     """
+    check_progress(progress)
     path, target = _existing(source), given_path(destination)
     count = check_threads(threads)
     left_out: tuple[LeftOut, ...] = ()
@@ -265,6 +267,7 @@ def verify(
     >>> tpde.verify("packed.safetensors")  # doctest: +SKIP
     []
     """
+    check_progress(progress)
     path, count, patterns = _existing(packed), check_threads(threads), check_patterns(exclude)
     other = _existing(against) if against is not None else None
     if path.is_dir():

@@ -6,7 +6,7 @@ import os
 
 from tpde.errors import InvalidInput
 from tpde.files.destinations import refuse_nested, refuse_sources
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
@@ -63,6 +63,7 @@ def diff(
     >>> tpde.diff("epoch_9", "epoch_10", "epoch_10.tpde").ratio  # doctest: +SKIP
     143.9
     """
+    check_progress(progress)
     count, first, second, out = check_threads(threads), *map(given_path, (base, target, delta))
     refuse_file(out, force)
     refuse_sources(out, first, second)

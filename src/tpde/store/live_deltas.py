@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpde.errors import InvalidInput
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.sinks import ValueSink
 from tpde.store.comparer import Comparer, HostComparer
@@ -79,6 +79,7 @@ def make_delta(
     >>> torch.equal(old["weight"], new["weight"])
     True
     """
+    check_progress(progress)
     count, after = check_threads(threads), plain_tensors(new, "`new`")
     sink = ValueSink()
     base: State

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from tpde.files.copying import write_file
 from tpde.files.destinations import refuse_inside_packed, refuse_nested, refuse_sources, replaceable
 from tpde.files.folder_swap import new_folder
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
@@ -63,6 +63,7 @@ def patch(
     >>> import tpde
     >>> tpde.patch("epoch_9", "epoch_10.tpde", "epoch_10")  # doctest: +SKIP
     """
+    check_progress(progress)
     count, old, change, out = check_threads(threads), *map(given_path, (base, delta, target))
     refuse_sources(out, old, change)
     state = open_on(DeltaFile(FileSource(existing_delta(change))), old)

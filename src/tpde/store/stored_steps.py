@@ -9,7 +9,7 @@ from typing import Any
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, TpdeError
 from tpde.files.problem import Problem
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.target_device import target_device
 from tpde.format.delta_head import TensorEntry
 from tpde.store.arguments import step_number
@@ -156,6 +156,7 @@ class StoredSteps:
         list of Problem
             What is wrong, by file and tensor; empty if nothing is.
         """
+        check_progress(progress)
         problems: list[Problem] = []
         known: dict[int, dict[str, TensorEntry]] = {}
         for step in self.steps:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tpde.errors import Corrupt, MissingBase, TpdeError
 from tpde.files.problem import Problem
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
@@ -48,6 +48,7 @@ def verify_delta(
     Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
         If the base cannot be opened. A tensor of it that is damaged is a problem.
     """
+    check_progress(progress)
     path, count = existing_delta(delta), check_threads(threads)
     problems: list[Problem] = []
 

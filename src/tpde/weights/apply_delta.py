@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from torch import nn
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.files.progress import Progress, no_progress
+from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.store.live_tensors import plain_tensors
 from tpde.store.live_update import Update
@@ -99,6 +99,7 @@ def apply_delta(
     """
     if check not in ("all", "changed"):
         raise InvalidInput(f"`check` is {check!r}", hint='say "all" or "changed"', found=check)
+    check_progress(progress)
     count = check_threads(threads)
     found = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     packed = {
