@@ -162,10 +162,8 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
         raise InvalidInput(
             f"`{name}` is a {type(tensor).__name__}", hint="only tensors can be stored", where=name
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise InvalidInput(
-            f"tensor `{name}` is not dense, and safetensors holds dense tensors only", where=name
-        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise not_dense(f"tensor `{name}` is", name)
     if tensor.device.type == "meta":
         raise InvalidInput(
             f"tensor `{name}` is on the `meta` device and has no data", hint="load it first", where=name
@@ -174,6 +172,15 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     if dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
     return spec_of(name, dtype, shape)
+
+
+def not_dense(what: str, where: str) -> InvalidInput:
+    """The error for a sparse, quantized or nested tensor."""
+    return InvalidInput(
+        f"{what} not dense, and safetensors holds dense tensors only",
+        hint="make it dense first (`to_dense`, `dequantize`, `to_padded_tensor`), or leave it out",
+        where=where,
+    )
 
 
 def spec_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,19 @@ from tpde.files.operations import pack
 torch = pytest.importorskip("torch")
 
 
+def quantized() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def nested() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:.*nested", "ignore:TypedStorage")
 @pytest.mark.parametrize(
     ("value", "error", "match"),
     [
@@ -24,11 +38,14 @@ torch = pytest.importorskip("torch")
         (torch.ones(3), InvalidInput, "holds a tensor, not a state dict"),
         ({}, InvalidInput, "holds an empty state dict"),
         ({"a": 1}, InvalidInput, "entry `a` is a int"),
-        ({1: torch.ones(3)}, InvalidInput, "entry `1` "),
+        ({1: torch.ones(3)}, InvalidInput, "the name 1 is a int; names are texts; rename"),
+        ({1: 3}, InvalidInput, "the name 1 is a int; names are texts; rename"),
         ({"a": torch.ones(3).to_sparse()}, InvalidInput, "`a` is not dense"),
+        ({"a": quantized()}, InvalidInput, "x.pt` holds a tensor that is not dense, .*; make it dense first"),
+        ({"a": nested()}, InvalidInput, "x.pt` holds a tensor that is not dense, .*; make it dense first"),
         ({"a": torch.ones(3, dtype=torch.complex128)}, UnsupportedDtype, "complex128"),
     ],
-    ids=["list", "tensor", "empty", "number", "key", "sparse", "dtype"],
+    ids=["list", "tensor", "empty", "number", "key", "keys", "sparse", "quantized", "nested", "dtype"],
 )
 def test_what_is_no_state_dict_is_refused(
     value: object, error: type[Exception], match: str, tmp_path: Path
@@ -37,6 +54,14 @@ def test_what_is_no_state_dict_is_refused(
     with pytest.raises(error, match=match):
         pack(tmp_path / "x.pt", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+def test_what_torch_says_of_a_damaged_file_is_cut(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, path := tmp_path / "x.pt")
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(InvalidInput, match=r"x\.pt` is not a PyTorch state dict, or is damaged") as caught:
+        pack(path, tmp_path / "packed")
+    assert len(caught.value.message) < len(str(path)) + 300
 
 
 def test_without_torch_the_message_says_what_to_install(

@@ -46,12 +46,13 @@ def test_tensors_that_are_not_contiguous_are_refused() -> None:
         tpde.torch.save({"x": torch.zeros(3, 4).t()})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_what_holds_no_data_is_refused() -> None:
     for tensor, says in (
         (torch.empty(3, device="meta"), "has no data"),
         (torch.eye(3).to_sparse(), "is not dense"),
         (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is not dense"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is not dense"),
         ([1.0], "is a list"),
     ):
         with pytest.raises(InvalidInput, match=says):

@@ -23,7 +23,7 @@ from tpde.errors import InvalidInput, MissingDependency, UnsafePickle
 from tpde.format.container import TensorSpec, check_texts
 from tpde.format.container_reader import parse_header
 from tpde.format.container_writer import canonical_header
-from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
+from tpde.frameworks import not_dense, refuse_expanded, torch_bytes, torch_spec
 from tpde.io.sources import FileSource
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Of a zip file's member: the lengths of its name and of what is extra.
 _LOCAL_HEADER = struct.Struct("<26xHH")
+# What PyTorch makes such tensors by, which it cannot without their bytes.
+_NOT_DENSE = "_rebuild_qtensor", "_rebuild_nested_tensor"
 _PACKED = "tpde.weights."  # where what makes packed weights of a pickle lies
 
 
@@ -171,12 +173,15 @@ def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
     except (MemoryError, InvalidInput, UnsafePickle):
         raise
     except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
-        called = (str(it.f_globals.get("__name__")) for it, _ in traceback.walk_tb(error.__traceback__))
-        if any(it.startswith(_PACKED) for it in called):  # torch knows them once `tpde.nn` is imported
+        frames = [it for it, _ in traceback.walk_tb(error.__traceback__)]
+        called = [(str(it.f_globals.get("__name__")), it.f_code.co_name) for it in frames]
+        if any(it.startswith(_PACKED) for it, _ in called):  # torch knows them once `tpde.nn` is imported
             raise _of_packed_weights(path) from None
+        if any(it in _NOT_DENSE for _, it in called):
+            raise not_dense(f"`{path}` holds a tensor that is", str(path)) from None
         raise InvalidInput(
             f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]})",
+            f"{str(error).partition(chr(10))[0]:.200})",
             hint="fetch it again",
             where=str(path),
         ) from None
@@ -205,8 +210,14 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
         raise InvalidInput(
             f"`{path}` holds {what}", hint="name a file that maps names to tensors", where=str(path)
         )
+    try:
+        check_texts(loaded, {})
+    except ValueError as error:
+        raise InvalidInput(
+            f"`{path}`: {error}", hint="rename it; safetensors cannot hold it", where=str(path)
+        ) from None
     for name, value in loaded.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             raise InvalidInput(
                 f"`{path}`: entry `{name!s:.200}` is a {type(value).__name__}",
                 hint="a state dict maps names to tensors",
@@ -215,14 +226,8 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
         # Of old files tensors are made before their bytes come: of what the memory held, packed weights even.
         if type(value).__module__.startswith(_PACKED):
             raise _of_packed_weights(path)
-        if value.layout is torch.strided:
+        if value.layout is torch.strided and not value.is_nested:
             refuse_expanded(name, value.numel() * value.element_size(), _reach(value))
-    try:
-        check_texts(loaded, {})
-    except ValueError as error:
-        raise InvalidInput(
-            f"`{path}`: {error}", hint="rename it; safetensors cannot hold it", where=str(path)
-        ) from None
     return dict(loaded)
 
 
