@@ -87,6 +87,16 @@ class BlobParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():  # which the compiler can trace
             return func(*args, **(kwargs or {}))
 
+    def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: so models load what files hold, which they would compare with the blob's shape.
+
+        Raises
+        ------
+        PackedWeight
+            Always.
+        """
+        raise refusals.no_reload(self.layer_name)
+
     def copy_(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse it: so vLLM writes weights that come in the form that it has in memory.
 

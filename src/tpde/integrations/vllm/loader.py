@@ -12,7 +12,7 @@ from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
 from tpde.format.constants import METHOD, SUFFIX
-from tpde.integrations.vllm import internals
+from tpde.integrations.vllm import internals, refusals
 from tpde.io.sources import BytesSource, Extent
 from tpde.loading.reading import Reader
 from tpde.weights.packed_tensor import PackedTensor
@@ -97,6 +97,22 @@ class _Group:
             yield name, made
 
 
+def each_once(weights: Iterable[Named]) -> Iterator[Named]:
+    """The tensors, of which plain layers take the last of a name; packed ones have the first by then.
+
+    Raises
+    ------
+    InvalidInput
+        If one comes a second time.
+    """
+    seen = set[str]()
+    for name, tensor in weights:
+        if name in seen:
+            raise refusals.came_twice(name)
+        seen.add(name)
+        yield name, tensor
+
+
 def register() -> None:
     """Have vLLM's own load formats, in this process, read by what decodes; and name one of ours."""
     global _registered  # noqa: PLW0603 - vLLM warns of a load format that comes a second time
@@ -130,4 +146,4 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """All tensors, those of packed models decoded."""
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
-        return unpacked(weights) if model_config.quantization == METHOD else weights
+        return each_once(unpacked(weights)) if model_config.quantization == METHOD else weights

@@ -156,6 +156,15 @@ def no_values(name: str) -> InvalidInput:
     )
 
 
+def came_twice(name: str) -> InvalidInput:
+    """The error for a tensor that two files have: the layer is packed when the second one comes."""
+    return InvalidInput(
+        f"tensor `{name}` came twice: two of the model's files hold it, or a file plain and packed",
+        hint="remove the file that is not the model's, or leave it out of the index",
+        where=name,
+    )
+
+
 def no_room(name: str) -> PackedWeight:
     """The refusal to take other values for a weight that CUDA graphs read."""
     return PackedWeight(
