@@ -41,3 +41,14 @@ def test_a_tensor_of_two_files(models: Models, name: str, tmp_path: Path) -> Non
     save_file({twice: value}, tmp_path / "model" / "model-other.safetensors")
     with pytest.raises(InvalidInput, match=f"tensor `{twice}` came twice: .*; remove the file"):
         engine(tmp_path / "model", **TPDE)
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_saving_what_is_in_memory(models: Models, name: str, tmp_path: Path) -> None:
+    llm = engine(models[name], **TPDE)
+    before = generate(llm)
+    with pytest.raises(PackedWeight, match="is packed, and vLLM was asked for the model's tensors"):
+        llm.collective_rpc("save_sharded_state", kwargs={"path": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
+    assert generate(llm) == before
+    close(llm)

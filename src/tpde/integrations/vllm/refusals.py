@@ -184,6 +184,16 @@ def no_reload(name: str) -> PackedWeight:
     )
 
 
+def no_saving(name: str) -> PackedWeight:
+    """The refusal to give the model's tensors as vLLM saves them: blobs, under names of plain weights."""
+    return PackedWeight(
+        f"`{name}` is packed, and vLLM was asked for the model's tensors as it has them in memory, as "
+        "`save_sharded_state` does: nothing could load them",
+        hint="pack the model's files instead: `tpde pack MODEL DIR`",
+        where=name,
+    )
+
+
 def no_matrix(name: str) -> PackedWeight:
     """The refusal to give a packed matrix as a tensor, to code of a model that is none of its layers'."""
     return PackedWeight(
