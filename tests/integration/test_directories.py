@@ -201,6 +201,14 @@ def test_missing_shards_and_weights_are_named(model: Path, tmp_path: Path) -> No
     assert not (tmp_path / "packed").exists()
 
 
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_shard_that_is_removed_meanwhile_is_named(shard: int, model: Path, tmp_path: Path) -> None:
+    gone = model / f"model-0000{shard}-of-00002.safetensors"
+    with pytest.raises(MissingShard, match=r"0000.-of-00002\.safetensors` was removed while its folder was"):
+        pack(model, tmp_path / "packed", progress=lambda _: gone.unlink(missing_ok=True))
+    assert not (tmp_path / "packed").exists()
+
+
 def test_verify_names_damaged_files_tensors_and_chunks(model: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     pack(model, packed)

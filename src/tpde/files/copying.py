@@ -12,7 +12,7 @@ import numpy as np
 
 from tpde.codec.blob import PIECE_BYTES
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, MissingShard
 from tpde.format.container import Container
 from tpde.io.sinks import write_failed
 from tpde.io.sources import FileSource
@@ -128,7 +128,14 @@ class Unchanged:
         self._before = self._look()
 
     def _look(self) -> tuple[int, int, int]:
-        info = os.stat(self.path)
+        try:
+            info = os.stat(self.path)
+        except FileNotFoundError:
+            raise MissingShard(
+                f"`{self.path}` was removed while its folder was packed",
+                hint="put it back, and pack again when nothing writes there",
+                where=str(self.path),
+            ) from None
         return info.st_ino, info.st_size, info.st_mtime_ns
 
     def require(self) -> None:
@@ -137,7 +144,7 @@ class Unchanged:
         Raises
         ------
         InvalidInput
-            If it was.
+            If it was, or is gone.
         """
         if self._look() != self._before:
             raise InvalidInput(
