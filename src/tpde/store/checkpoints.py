@@ -245,7 +245,7 @@ class CheckpointStore(StoredSteps):
             raise error
 
     def close(self) -> None:
-        """Wait for a save in the background, let others write, and free memory.
+        """Wait for a save in the background, let others write, and free memory. After Ctrl-C, call it again.
 
         Raises
         ------

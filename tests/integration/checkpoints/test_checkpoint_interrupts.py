@@ -158,3 +158,19 @@ def test_before_every_line_of_a_save(tmp_path: Path, *, background: bool, retain
         if not interrupts.came:
             break
     assert 20 < line < 999
+
+
+def test_before_every_line_of_a_close(tmp_path: Path) -> None:
+    for line in range(1, 1000):
+        interrupts, folder = _InterruptsAt(line), tmp_path / str(line)
+        store = CheckpointStore(folder)
+        store.save(1, _state(1), background=True)
+        with contextlib.suppress(KeyboardInterrupt), interrupts:
+            store.close()
+        store.close()
+        with CheckpointStore(folder) as other:
+            other.save(2, _state(2))
+        _check(folder, {1, 2}, set())
+        if not interrupts.came:
+            break
+    assert 10 < line < 999
