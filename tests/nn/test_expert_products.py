@@ -107,6 +107,20 @@ def test_what_is_not_for_kernels(fused: Any, as_on_gpu: Any, plain: Any) -> None
         assert routed_module.routed(mine, (named["hidden_states"],), named) is None
 
 
+def test_a_patched_class_is_not_multiplied(
+    fused: Any,
+    as_on_gpu: Any,  # noqa: F811
+    plain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, theirs = layers(as_on_gpu(fused))[0], plain.model.layers[0].mlp.experts
+    before = type(theirs).forward
+    monkeypatch.setattr(type(theirs), "forward", lambda self, *args: before(self, *args) * 2)
+    given = torch.randn(3, 64).bfloat16(), torch.randint(0, 4, (3, 2)), torch.rand(3, 2).bfloat16()
+    with torch.no_grad():
+        assert_same_bits(mine(*given), theirs(*given))
+
+
 def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     """By tokens, by what a launch has room for, and by how many rows an expert has on average."""
     experts = experts_of(fused)[0].experts

@@ -27,6 +27,7 @@ class AroundForward(Owned):
     ----------
     module : nn.Module
         Not held, as long as its forward pass is its class's: were it, a model that nobody uses would stay.
+        The class is asked in each call: others may patch it, or give the module another.
 
     Attributes
     ----------
@@ -43,10 +44,9 @@ class AroundForward(Owned):
         forward: Any = getattr(module, self.method)
         functools.update_wrapper(self, forward)
         del self.__dict__["__wrapped__"]
-        of_class = getattr(type(module), self.method, None)
-        own = getattr(forward, "__self__", None) is module and forward.__func__ is of_class
-        self._owner = Owner(module) if own else None
-        self._forward: Any = of_class if own else forward
+        of_class = self.method not in module.__dict__
+        self._owner = Owner(module) if of_class else None
+        self._forward: Any = None if of_class else forward
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,10 @@ class AroundForward(Owned):
     @property
     def forward(self) -> Callable[..., Any]:
         """What was there."""
-        return cast(Any, self._forward) if self._owner is None else MethodType(self._forward, self._owner())
+        if self._owner is None:
+            return cast("Callable[..., Any]", self._forward)
+        module = self._owner()
+        return MethodType(getattr(type(module), self.method), module)
 
     def for_copy(self, owner: Owner) -> Self:
         """See `Owned`: somebody's own forward pass, in the place of the class's, stays as it is."""
@@ -69,7 +72,8 @@ class AroundForward(Owned):
         """The forward pass alone."""
         if self._owner is None:
             return self._forward(*args, **kwargs)
-        return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
+        module = self._owner()  # a method made of both could not be compiled
+        return getattr(type(module), self.method)(module, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -77,18 +81,17 @@ class AroundForward(Owned):
         return inspect.signature(self.forward)
 
     def __getstate__(self) -> dict[str, Any]:
-        forward = self._forward if self._owner is None else None  # a class's own is found there
-        return {"owner": self._owner, "forward": forward, "attributes": self.__dict__}
+        return {"owner": self._owner, "forward": self._forward, "attributes": self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["attributes"])
         self._owner = state["owner"]
-        self._forward = state["forward"] if self._owner is None else getattr(type(self._owner()), self.method)
+        self._forward = state["forward"]
 
     def leave(self, module: nn.Module) -> None:
         """Put back what was there, if this stands in its place."""
         held = module.__dict__
         if held.get(self.method) is self:
             del held[self.method]
-            if self.forward != getattr(module, self.method):  # somebody's own, in the place of the class's
-                held[self.method] = self.forward
+            if self._owner is None:  # somebody's own, in the place of the class's
+                held[self.method] = self._forward

@@ -7,6 +7,7 @@ of the workspace; read from outside, it is the `PackedParameter`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tpde.nn.embedding import PackedEmbedding, gathers, uses_super
+from tpde.nn.embedding import PackedEmbedding, gathers, unpatched, uses_super
 from tpde.nn.group import Group
 from tpde.nn.module_state import PackedState
 from tpde.nn.routed import arguments_of, from_windows, routed
@@ -25,6 +26,8 @@ from tpde.nn.workspace import Pool
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.product import casts, linear
+
+_LINEAR_FORWARD = unpatched(nn.Linear)
 
 
 def is_conv1d(kind: type) -> bool:
@@ -95,7 +98,7 @@ class PackedModule(PackedState):
         """The forward pass as the compiler sees it."""
         if is_grad_enabled():
             slot = self.tpde_slots.get("weight")
-            plain_linear = self.tpde_base.forward is nn.Linear.forward
+            plain_linear = self.tpde_base.forward is _LINEAR_FORWARD
             # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
             autocast = torch.is_autocast_enabled(first_tensor(args, kwargs).device.type)
             if slot is not None and (plain_linear or is_conv1d(self.tpde_base)) and not autocast:
@@ -150,6 +153,8 @@ class PackedLinear(PackedModule):
     def forward(self, input: Tensor) -> Any:
         """As before, with the weight at hand."""
         slot = self.tpde_slots["weight"]
+        if self.tpde_base.forward is not _LINEAR_FORWARD:  # patched, maybe since
+            return super().forward(input)
         if slot.packed.tile_bytes:
             return self._tpde_tiled(input)
         if slot.packed.multiplies:
@@ -216,10 +221,12 @@ class PackedExperts(PackedModule):
     """Experts that are multiplied as they are, where that is faster: see `tpde.nn.routed`."""
 
     tpde_arguments: tuple[str, str, str]
+    tpde_known: Callable[..., Any]  # the forward pass that these are of
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, or from windows."""
-        call = routed(self, args, kwargs)
+        patched = self.tpde_base.forward is not self.tpde_known
+        call = None if patched else routed(self, args, kwargs)
         return super().forward(*args, **kwargs) if call is None else from_windows(self, call)
 
 
@@ -267,6 +274,7 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
     if PackedExperts in bases:
         members["tpde_arguments"] = arguments_of(base)  # type: ignore[arg-type]
+        members["tpde_known"] = staticmethod(base.forward)
     return type(f"Packed{base.__name__}", bases, members)
 
 
