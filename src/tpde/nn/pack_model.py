@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from tpde.errors import InvalidArgument, PackedWeight
 from tpde.files.given_tensors import require_module
 from tpde.nn.attached_deltas import leave_deltas
-from tpde.nn.group import GroupSlot
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain
@@ -72,6 +72,7 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     places: dict[int, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
+    tied: list[tuple[str, PackedParameter]] = []  # to packed weights since these were packed
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -86,6 +87,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                 if not supports(module, name):
                     cannot = "of layers that keep theirs plain, as norms do, or biases"
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
+                if before and cannot is None and name not in getattr(module, "tpde_slots", ()):
+                    tied.append((full, parameter))
                 if id(parameter) not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
@@ -108,6 +111,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
         else:
             plain["such that they would not shrink"] += 1
         uses.clear()
+    for full, held in tied:
+        replace_parameter(model, full, held)
     if not any(packed_modules(model)):
         what = ", ".join(f"{why} ({count})" for why, count in plain.most_common())
         what = f"its parameters are {what}" if what else "it has no parameters"
@@ -127,35 +132,48 @@ def unpack_module(model: nn.Module) -> nn.Module:
     """
     require_module(model, "unpack_module")
     slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
-    for slot in slots:
-        for source in slot.packed.sources:
+    weights = {it.packed for it in slots} | {it.packed for _, _, it in _packed_parameters(model)}
+    for packed in weights:
+        for source in packed.sources:
             source.require_restorable()
-        if not slots.issuperset(it for it in slot.packed.users() if isinstance(it, Slot)):
+        if not slots.issuperset(it for it in packed.users() if isinstance(it, Slot)):
             raise PackedWeight(
-                f"`{slot.packed.name}` is tied to a weight of a module outside of what is unpacked, which "
+                f"`{packed.name}` is tied to a weight of a module outside of what is unpacked, which "
                 "would no longer be tied",
                 hint="unpack a model that holds both",
             )
-    active = {slot.packed.active_delta for slot in slots}
+    active = {packed.active_delta for packed in weights}
     leave_deltas(model, {it for it in active if it is not None})
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 
-    def plain(slot: GroupSlot) -> nn.Parameter:
-        key = id(slot.packed)
+    def plain(held: PackedParameter) -> nn.Parameter:
+        key = id(held.packed)
         if key not in made:
-            made[key] = nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)
+            made[key] = nn.Parameter(_own(held), requires_grad=held.plain_requires_grad)
         return made[key]
 
     for _, module in list(packed_modules(model)):
-        restore(module, {name: plain(slot) for name, slot in module.tpde_slots.items()})
+        restore(module, {name: plain(slot.parameter) for name, slot in module.tpde_slots.items()})
+    for other, name, held in list(
+        _packed_parameters(model)
+    ):  # of modules that were tied to packed ones since
+        other._parameters[name] = plain(held)
     return model
 
 
-def _own(slot: GroupSlot) -> Tensor:
-    """A slot's weight in memory of exactly its size."""
+def _packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, PackedParameter]]:
+    """Packed weights with the modules that hold them as parameters, and by which names."""
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if isinstance(held, PackedParameter):
+                yield module, name, held
+
+
+def _own(parameter: PackedParameter) -> Tensor:
+    """A weight in memory of exactly its size."""
     with torch.no_grad():
-        return formatted(slot.packed.decoded().clone(), slot.parameter.memory_format)
+        return formatted(parameter.packed.decoded().clone(), parameter.memory_format)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -185,9 +203,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
         if not isinstance(value, PackedParameter):
             return value
         if id(value.packed) not in made:
-            with torch.no_grad():
-                weight = value.packed.decoded().clone()
-                made[id(value.packed)] = formatted(weight, value.memory_format)
+            made[id(value.packed)] = _own(value)
         return made[id(value.packed)]
 
     return {name: plain(value) for name, value in model.state_dict().items()}

@@ -1,0 +1,63 @@
+"""Modules that were tied to packed weights after these were packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.models import assert_same_bits
+from support.small import IDS, Model, nn, torch
+
+from tpde.errors import PackedWeight
+from tpde.nn import PackedParameter, pack_module, packed_modules, unpack_module
+
+
+def _new_head(model: Any) -> None:
+    model.head = nn.Linear(64, 200, bias=False)
+    model.head.weight = model.embed.weight
+
+
+def test_unpacking_keeps_ties_that_were_made_since(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    _new_head(packed)
+    packed.register_parameter("again", packed.embed.weight)
+    packed.blocks[0].up.register_parameter("third", packed.embed.weight)
+    unpack_module(packed)
+    assert type(packed.head.weight) is nn.Parameter
+    assert packed.head.weight is packed.embed.weight
+    assert packed.again is packed.embed.weight
+    assert packed.blocks[0].up.third is packed.embed.weight
+    assert packed.head.weight.requires_grad
+    assert_same_bits(packed(IDS), plain(IDS))
+    packed.half()
+
+
+def test_packing_again_takes_modules_that_were_tied_since(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    _new_head(packed)
+    pack_module(packed)
+    assert "head" in dict(packed_modules(packed))
+    assert packed.head.weight.packed is packed.embed.weight.packed
+    assert_same_bits(packed(IDS), plain(IDS))
+    unpack_module(packed)
+    assert packed.head.weight is packed.embed.weight
+
+
+def test_a_module_that_was_tied_since_is_not_unpacked_alone(pair: tuple[Model, Model]) -> None:
+    _, packed = pair
+    _new_head(packed)
+    with pytest.raises(PackedWeight, match="is tied to a weight of a module outside"):
+        unpack_module(packed.head)
+    assert isinstance(packed.head.weight, PackedParameter)
+
+
+def test_what_is_given_a_packed_weight_trains_after_unpacking(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for model in pair:
+        _new_head(model)
+    unpack_module(packed)
+    for model in pair:
+        model(IDS).float().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for name, weight in plain.state_dict().items():
+        assert_same_bits(packed.state_dict()[name], weight, name)
