@@ -9,11 +9,12 @@ import inspect
 import weakref
 from typing import Any
 
+import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Model, X, torch
 from support.workspaces import made
 
-from tpde.nn import finish, pack_module, unpack_module
+from tpde.nn import finish, pack_module, packed_modules, unpack_module
 
 
 def test_a_blocks_forward_has_its_own_signature(pair: tuple[Model, Model]) -> None:
@@ -123,3 +124,25 @@ def test_a_copied_blocks_forward_is_one() -> None:
     block = copy.deepcopy(ours.blocks[0])
     assert block.__dict__["forward"] is block.__dict__["tpde_forward"]
     assert block.forward is not ours.blocks[0].forward
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda: torch.nn.Linear(64, 64), torch.ones(2, 64)),
+        (lambda: torch.nn.Embedding(64, 64), torch.arange(5)),
+        (lambda: torch.nn.Conv1d(64, 64, 3), torch.ones(2, 64, 9)),
+    ],
+)
+def test_an_unpacked_layers_old_forward_is_its_classs(make: Any, given: Any) -> None:
+    """Whoever wraps a layer's forward pass, as accelerate's hooks do, goes on calling what it found."""
+    layer = make()
+    expected = layer(given)
+    old = pack_module(layer, min_bytes=0).forward
+    assert list(packed_modules(layer))
+    layer.forward = lambda x: old(x) * 2
+    assert_same_bits(layer(given), expected * 2)
+    unpack_module(layer)
+    assert_same_bits(layer(given), expected * 2)
+    layer.forward = old
+    assert_same_bits(layer(given), expected)

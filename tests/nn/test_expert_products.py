@@ -13,7 +13,7 @@ from support.models import assert_same_bits, torch
 from tpde.codec.windows import sections
 from tpde.cuda import expert_ways, window_experts
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import PackedTensor, set_kernels
+from tpde.nn import PackedTensor, set_kernels, unpack_module
 from tpde.nn import routed as routed_module
 from tpde.weights.expert_products import Experts
 
@@ -119,6 +119,14 @@ def test_a_patched_class_is_not_multiplied(
     given = torch.randn(3, 64).bfloat16(), torch.randint(0, 4, (3, 2)), torch.rand(3, 2).bfloat16()
     with torch.no_grad():
         assert_same_bits(mine(*given), theirs(*given))
+
+
+def test_an_unpacked_modules_old_forward_is_its_classs(fused: Any, plain: Any) -> None:
+    theirs, old = plain.model.layers[0].mlp.experts, layers(fused)[0].forward
+    unpack_module(fused)
+    given = torch.randn(3, 64).bfloat16(), torch.randint(0, 4, (3, 2)), torch.rand(3, 2).bfloat16()
+    with torch.no_grad():
+        assert_same_bits(old(*given), theirs(*given))
 
 
 def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811

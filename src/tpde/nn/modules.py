@@ -52,6 +52,8 @@ class PackedModule(PackedState):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
+        if not isinstance(self, PackedModule):  # unpacked since somebody took this method
+            return type(self).forward(self, *args, **kwargs)
         if isinstance(self, PackedEmbedding):  # has no group: only rows of it are decoded
             return super().forward(*args, **kwargs)
         if is_compiling():
@@ -152,6 +154,8 @@ class PackedLinear(PackedModule):
 
     def forward(self, input: Tensor) -> Any:
         """As before, with the weight at hand."""
+        if not isinstance(self, PackedModule):  # see there
+            return type(self).forward(self, input)
         slot = self.tpde_slots["weight"]
         if self.tpde_base.forward is not _LINEAR_FORWARD:  # patched, maybe since
             return super().forward(input)
@@ -225,6 +229,8 @@ class PackedExperts(PackedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, or from windows."""
+        if not isinstance(self, PackedModule):  # see there
+            return type(self).forward(self, *args, **kwargs)
         patched = self.tpde_base.forward is not self.tpde_known
         call = None if patched else routed(self, args, kwargs)
         return super().forward(*args, **kwargs) if call is None else from_windows(self, call)
