@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Block, Model, nn, torch
+from torch.nn.utils import parametrize
 
+from tpde.errors import PackedWeight
 from tpde.nn import pack_module, unpack_module
 
 
@@ -83,3 +86,89 @@ def test_a_block_of_another_class(pair: tuple[Model, Model]) -> None:
     unpack_module(packed)
     assert type(packed.blocks[1]) is Twice
     assert "forward" not in packed.blocks[1].__dict__
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+class _Looked(nn.Embedding):
+    def forward(self, ids: Any) -> Any:
+        return super().forward(ids) * 2
+
+
+@pytest.mark.parametrize("kernels", ["decoded", "fused"])
+def test_layers_of_another_class(kernels: str, pair: tuple[Model, Model], request: Any) -> None:
+    plain, packed = pair
+    if kernels == "fused":
+        packed = request.getfixturevalue("fused")
+    before = packed(IDS)
+    for model in pair:
+        model.blocks[1].up.__class__ = _Scaled
+        model.embed.__class__ = _Looked
+    assert _unlike(plain, before)
+    assert isinstance(packed.blocks[1].up, _Scaled)
+    assert_same_bits(packed(IDS), plain(IDS))
+    copied = copy.deepcopy(packed)
+    unpack_module(packed)
+    assert type(packed.blocks[1].up) is _Scaled
+    assert type(packed.embed) is _Looked
+    for model in (packed, copied):
+        assert_same_bits(model(IDS), plain(IDS))
+
+
+def test_a_class_that_was_made_from_a_packed_ones_is_not_lost(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for model in pair:
+        layer = model.blocks[1].up
+        own = layer.__class__
+        layer.__class__ = type("Twice", (own,), {"forward": _twice(own.forward)})
+    assert_same_bits(packed(IDS), plain(IDS))
+    with pytest.raises(PackedWeight, match=r"class of `blocks\.1\.up`, Twice, .*lost by unpacking"):
+        unpack_module(packed)
+    assert_same_bits(packed(IDS), plain(IDS))
+    packed.blocks[1].up.__class__ = own
+    unpack_module(packed)
+    assert type(packed.blocks[1].up) is nn.Linear
+
+
+def test_a_packed_layer_whose_bias_is_parametrized(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for model in pair:
+        parametrize.register_parametrization(model.blocks[1].up, "bias", nn.ReLU())
+    assert_same_bits(copy.deepcopy(packed)(IDS), plain(IDS))
+    with pytest.raises(PackedWeight, match="remove_parametrizations"):
+        unpack_module(packed)
+    for model in pair:
+        parametrize.remove_parametrizations(model.blocks[1].up, "bias")
+    assert_same_bits(unpack_module(packed)(IDS), plain(IDS))
+
+
+def test_a_layer_whose_bias_was_parametrized_stays_plain(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    unpack_module(packed)
+    for model in pair:
+        parametrize.register_parametrization(model.blocks[1].up, "bias", nn.ReLU())
+    pack_module(packed, min_bytes=0)
+    assert_same_bits(packed(IDS), plain(IDS))
+    for model in pair:
+        parametrize.remove_parametrizations(model.blocks[1].up, "bias")
+    assert_same_bits(packed(IDS), plain(IDS))
+
+
+def test_other_modules_of_a_packed_ones_class_are_plain(pair: tuple[Model, Model]) -> None:
+    class Small(Block):
+        def __init__(self) -> None:
+            super().__init__(64)
+            self.weight = nn.Parameter(torch.ones(4, 64, 64))
+
+    kind = type(pair[1].head)
+    assert type(kind(3, 4, bias=False)) is nn.Linear
+    assert type(type(pack_module(Small(), min_bytes=0))()) is Small
+    assert type(kind.__new__(kind)) is kind  # as `copy` and parametrizations make them
+
+
+def test_replicas_are_refused(pair: tuple[Model, Model]) -> None:
+    with pytest.raises(PackedWeight, match=r"`embed\.weight` is packed, and `torch\.nn\.DataParallel`"):
+        pair[1].embed._replicate_for_data_parallel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -227,6 +227,14 @@ class PackedState(_Base):
         raise PackedWeight(
             f"`{slot.packed.name}` is packed, and `torch.jit.script` would compile modules without it",
             hint="call `tpde.unpack_module(model)` first, or use `torch.compile`",
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        slot = next(iter(self.tpde_slots.values()))
+        raise PackedWeight(
+            f"`{slot.packed.name}` is packed, and `torch.nn.DataParallel` would copy it plain to each GPU in "
+            "each call",
+            hint="call `tpde.unpack_module(model)` first, or use `DistributedDataParallel`",
         )
 
     def extra_repr(self) -> str:

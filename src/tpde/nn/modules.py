@@ -46,9 +46,17 @@ class PackedModule(PackedState):
 
     tpde_base: type[nn.Module]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A module of the plain class: some code makes others of a module's class, as adapters do."""
-        return cls.tpde_base(*args, **kwargs)
+        object.__setattr__(self, "__class__", self.tpde_base)
+        self.__init__(*args, **kwargs)  # type: ignore[misc]  # that of its class by now
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As before; a module that is given another class stays packed."""
+        if name == "__class__" and not issubclass(value, PackedModule):
+            self.__dict__["tpde_base"] = value
+            value = packed_class(value, tuple(self.tpde_slots))
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""

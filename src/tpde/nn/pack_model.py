@@ -14,7 +14,15 @@ from torch.nn.parameter import is_lazy
 from tpde.errors import InvalidArgument, PackedWeight
 from tpde.files.given_tensors import require_module
 from tpde.nn.attached_deltas import leave_deltas
-from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
+from tpde.nn.replace import (
+    finish,
+    packed_modules,
+    replace_parameter,
+    require_packed_class,
+    restore,
+    supports,
+    ungroup,
+)
 from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain
 from tpde.weights.frozen import formatted
@@ -131,6 +139,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
         As `tpde.unpack_module`.
     """
     require_module(model, "unpack_module")
+    for path, module in packed_modules(model):
+        require_packed_class(path or type(model).__name__, module)
     slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
     weights = {it.packed for it in slots} | {it.packed for _, _, it in _packed_parameters(model)}
     for packed in weights:

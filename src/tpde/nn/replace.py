@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.files.given_tensors import require_module
 from tpde.nn.embedding import PackedEmbedding
 from tpde.nn.group import Group, GroupSlot
@@ -41,6 +41,8 @@ def supports(module: nn.Module, name: str) -> bool:
         Its name there.
     """
     if isinstance(module, torch.jit.ScriptModule):  # its code computes with plain weights
+        return False
+    if nn.utils.parametrize.is_parametrized(module):  # its class is one of its own, which PyTorch changes
         return False
     kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
     parameter = module._parameters.get(name)
@@ -230,9 +232,26 @@ def ungroup(model: nn.Module) -> None:
             ours.leave(module)
 
 
+def require_packed_class(path: str, module: PackedModule) -> None:
+    """Refuse to restore a module whose class others have derived from the packed one: theirs would be lost.
+
+    Raises
+    ------
+    PackedWeight
+        Naming the module.
+    """
+    if type(module) is not packed_class(module.tpde_base, tuple(module.tpde_slots)):  # type: ignore[arg-type]
+        raise PackedWeight(
+            f"the class of `{path}`, {type(module).__name__}, was made from the packed module's, and would "
+            "be lost by unpacking it",
+            hint="give it the class before that one, as `parametrize.remove_parametrizations` does",
+            where=path,
+        )
+
+
 def restore(module: PackedModule, plain: dict[str, torch.nn.Parameter]) -> None:
     """Give a packed module back the class that it had, and plain parameters: undoes `replace_parameter`."""
-    module.__class__ = module.tpde_base  # type: ignore[assignment]
+    object.__setattr__(module, "__class__", module.tpde_base)
     for key in ("tpde_base", "tpde_slots"):
         del module.__dict__[key]
     module._parameters.update(plain)
