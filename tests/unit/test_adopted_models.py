@@ -38,8 +38,10 @@ def test_a_model_nothing_of_which_is_packed_is_left_alone() -> None:
         assert "get_memory_footprint" not in vars(it)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_transformers_is_told_only_if_it_is_there(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("there", "its"), [(True, True), (False, True), (True, False)])
+def test_transformers_is_told_only_of_its_models(
+    there: bool, its: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is too old to load packed models is not told either."""
 
     class Old(ModuleType):
@@ -51,9 +53,10 @@ def test_transformers_is_told_only_if_it_is_there(there: bool, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "tpde.integrations.transformers.adopt", Old("adopt"))
     if not there:
         monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    model = torch.nn.Sequential(transformers.BertModel(config) if its else torch.nn.Linear(8, 8))
     assert live_models.unpack_module(live_models.pack_module(model)) is model
-    assert told == (["adopt", "release"] if there else [])
+    assert told == (["adopt", "release"] if there and its else [])
 
 
 def test_a_model_whose_quantizer_is_another_is_left_alone() -> None:

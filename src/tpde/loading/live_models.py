@@ -25,8 +25,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     If nothing is packed, the logger `tpde` warns and says why. At level `INFO` it tells how many parameters
     are no longer trained.
 
-    `save_pretrained` of a model of transformers then writes a packed directory, as of one that was loaded
-    packed.
+    `save_pretrained` of a model of transformers or diffusers then writes a packed directory, as of one that
+    was loaded packed.
 
     Parameters
     ----------
@@ -61,8 +61,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
 def unpack_module(model: nn.Module) -> nn.Module:
     """Turn a packed model back, in place: the exact inverse of `pack_module`.
 
-    A model of transformers that was loaded packed is an ordinary one then: `save_pretrained` writes a plain
-    directory.
+    A model of transformers or diffusers that was loaded packed is an ordinary one then: `save_pretrained`
+    writes a plain directory.
 
     Parameters
     ----------
@@ -93,8 +93,17 @@ def unpack_module(model: nn.Module) -> nn.Module:
     return model
 
 
+# Modules that define libraries' models, the class of all of these, and what of ours is told.
+_LIBRARIES = (
+    ("transformers.modeling_utils", "PreTrainedModel", "tpde.integrations.transformers.adopt"),
+    ("diffusers.models.modeling_utils", "ModelMixin", "tpde.integrations.diffusers.adopt"),
+)
+
+
 def _tell(what: str, model: nn.Module) -> None:
-    """Tell transformers of a model that was packed or unpacked, if it may be one of its models."""
-    if "transformers.modeling_utils" in sys.modules:
-        with suppress(MissingDependency):  # one that is too old to load packed models
-            getattr(importlib.import_module("tpde.integrations.transformers.adopt"), what)(model)
+    """Tell the library of a model that was packed or unpacked, or of models in it."""
+    for defining, base, ours in _LIBRARIES:
+        kind = getattr(sys.modules.get(defining), base, None)
+        if kind is not None and any(isinstance(it, kind) for it in model.modules()):
+            with suppress(MissingDependency):  # one that is too old to load packed models
+                getattr(importlib.import_module(ours), what)(model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from tpde.errors import InvalidInput, PackedWeight
@@ -15,6 +16,7 @@ from tpde.integrations.diffusers.dtypes import expected_dtype
 from tpde.loading.assignment import misshapen
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device, map_entry
+from tpde.loading.live_models import unpack_module
 from tpde.loading.quantized import PackedQuantizer
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter, supports
 
@@ -149,6 +151,10 @@ class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
                 state[name] = value
         return state, {}
 
+    def dequantize(self, model: Any) -> Any:
+        """`model.dequantize()`: the plain model."""
+        return unpack_module(model)
+
     @property
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
@@ -162,3 +168,12 @@ def belong(model: Any) -> None:
         model.register_to_config(quantization_config=config)
         model.hf_quantizer = TpdeQuantizer(config, pre_quantized=True)
         model.hf_quantizer.streamed = hasattr(model, "tpde_streamer")
+
+
+def leave(model: Any) -> None:
+    """Take from a model that holds nothing packed any more what says that it is quantized."""
+    marks = ("quantization_config", "_pre_quantization_dtype")
+    kept = {key: it for key, it in model.config.items() if key not in marks}
+    model._internal_dict = FrozenDict(kept)  # type: ignore[no-untyped-call]
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
