@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.training import equal
 
+import tpde
 from tpde import CheckpointStore
 from tpde.errors import InvalidInput, TpdeError
 from tpde.store.linked import LINK, STORE
@@ -215,3 +216,23 @@ def test_states_in_pieces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TpdeError, match="FSDP"):
         made._save_checkpoint(made.model, None)
     assert not (tmp_path / STORE).exists()
+
+
+def test_packed_weights_beside_trained_ones(tmp_path: Path) -> None:
+    """A run that stops, and resumes into a packed model, is the plain model's."""
+
+    def model(packed: bool) -> Any:
+        made = _model().requires_grad_(False)
+        made.model.layers[-1].mlp.requires_grad_(True)
+        return tpde.pack_module(made, min_bytes=0) if packed else made
+
+    runs = {}
+    for packed in (False, True):
+        trainer(tmp_path / str(packed), 4, model=model(packed)).train()
+        runs[packed] = trainer(tmp_path / str(packed), 8, model=model(packed))
+        runs[packed].train(resume_from_checkpoint=True)
+    assert losses(runs[True]) == losses(runs[False])
+    states = [
+        CheckpointStore(tmp_path / str(it) / STORE).load(8, part="model")["state"] for it in (True, False)
+    ]
+    assert equal(*states)

@@ -140,7 +140,8 @@ class CheckpointStore(StoredSteps):
             Its number, larger than those of all steps that are there.
         state : object
             Dicts, lists and tuples of tensors, arrays, numbers, texts, bytes, None, and PyTorch's sizes,
-            dtypes and devices. A tensor that occurs twice is stored once, and is one tensor again.
+            dtypes and devices. A tensor that occurs twice is stored once, and is one tensor again. Packed
+            weights are decoded, one at a time, and come back as tensors.
         background : bool
             Return when the tensors are copied, and write in a thread. What fails then is raised by the next
             call of any method, and logged. If the save before has not ended, this waits for it.

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import struct
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,8 @@ class StateTree:
     Parameters
     ----------
     state : object
-        Dicts, lists, tuples, tensors, arrays, numbers, texts, bytes, None, and PyTorch's sizes, dtypes and
-        devices, in each other.
+        Dicts, lists, tuples, tensors, packed or not, arrays, numbers, texts, bytes, None, and PyTorch's
+        sizes, dtypes and devices, in each other.
 
     Attributes
     ----------
@@ -141,12 +142,13 @@ class StateTree:
             import torch
         except ImportError:
             raise _no_state(value, path) from None
+        if _is_packed(value):
+            return ["tensor", self._leaf(value, torch_spec(_shown(path), value), id(value.packed), path)]
         if isinstance(value, torch.Tensor):
             if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise InvalidInput(
                     f"`{_shown(path)}` is a {type(value).__name__}, which has no plain bytes in memory",
-                    hint="call `tpde.unpack_module(model)` first if it is packed, `.full_tensor()` if it is "
-                    "sharded",
+                    hint="call `.full_tensor()` if it is sharded",
                     where=_shown(path),
                 )
             spec = torch_spec(_shown(path), value)
@@ -189,6 +191,12 @@ def _reach(array: Any) -> int:
 
 def _shown(path: tuple[object, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_packed(value: object) -> bool:
+    """Whether a value is a packed weight: it is decoded when its bytes are read, one at a time."""
+    defining = sys.modules.get("tpde.weights.parameter")  # which is above this
+    return defining is not None and type(value) is defining.PackedParameter
 
 
 def _no_state(value: object, path: tuple[object, ...]) -> InvalidInput:
