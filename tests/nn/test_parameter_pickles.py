@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.models import assert_same_bits
 from support.parameters import packed
 from support.small import IDS, Model, torch
 
-from tpde.errors import Corrupt, InvalidInput
+from tpde.errors import Corrupt, InvalidInput, PackedWeight
 from tpde.nn import pack_module
 from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.parameter import rebuild_parameter
@@ -118,3 +119,11 @@ def test_pickles_of_formats_that_a_weight_cannot_have_are_refused(memory_format:
         rebuild_parameter(made, True, memory_format)
     with pytest.raises(InvalidInput, match="no packed weight, but a Tensor"):
         rebuild_parameter(weight, True, "torch.contiguous_format")  # type: ignore[arg-type]
+
+
+def test_pytorchs_old_format_is_refused(pair: tuple[Model, Model], tmp_path: Path) -> None:
+    """Blobs that `torch.load` makes from it have no bytes yet when they are checked."""
+    path = tmp_path / "old.pt"
+    for saved in (pair[1], pair[1].state_dict(), pair[1].head.weight):
+        with pytest.raises(PackedWeight, match=r"`embed.weight` is packed.*old file format"):
+            torch.save(saved, path, _use_new_zipfile_serialization=False)

@@ -5,14 +5,17 @@ What comes back may be anybody's: it is checked, and made sources of.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import TypeAlias
 
+import torch
 import xxhash
 from torch import Tensor, uint8
 
 from tpde.codec import window_stacks
-from tpde.errors import Corrupt, InvalidInput
+from tpde.errors import Corrupt, InvalidInput, PackedWeight
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
 from tpde.weights.windowed import MAGIC, Windowed
@@ -23,10 +26,37 @@ Digests: TypeAlias = list[str | None] | None
 
 
 def what_is_pickled(sources: Sequence[Source]) -> tuple[list[Tensor], list[str], Digests]:
-    """Blobs and names of sources, and hashes of those whose chunks have no checksums."""
+    """Blobs and names of sources, and hashes of those whose chunks have no checksums.
+
+    Raises
+    ------
+    PackedWeight
+        If PyTorch saves in the format that it had before 1.6.
+    """
+    _refuse_old_format(sources[0].name)
     blobs = [it.pickled() for it in sources]
     digests = [_digest(blob) if it.multiplies else None for blob, it in zip(blobs, sources, strict=True)]
     return blobs, [it.name for it in sources], digests
+
+
+def _refuse_old_format(name: str) -> None:
+    """Refuse what `torch.load` could not load: its blobs have no bytes yet when they are checked.
+
+    Raises
+    ------
+    PackedWeight
+        If this is called within what saves in that format.
+    """
+    saving = getattr(getattr(torch.serialization, "_legacy_save", None), "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is saving:
+            raise PackedWeight(
+                f"`{name}` is packed, and could not be loaded from PyTorch's old file format",
+                hint="leave out `_use_new_zipfile_serialization=False`, or save "
+                "`tpde.nn.plain_state_dict(model)`",
+            )
+        frame = frame.f_back
 
 
 def _digest(blob: Tensor) -> str:
