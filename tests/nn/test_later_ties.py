@@ -61,3 +61,37 @@ def test_what_is_given_a_packed_weight_trains_after_unpacking(pair: tuple[Model,
         torch.optim.SGD(model.parameters(), lr=0.5).step()
     for name, weight in plain.state_dict().items():
         assert_same_bits(packed.state_dict()[name], weight, name)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_share_memory_go_on_sharing_it(frozen: bool) -> None:
+    model = nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 200, bias=False), nn.Linear(200, 64))
+    model[1].weight.data = model[0].weight.data
+    model[0].weight.requires_grad_(not frozen)
+    pack_module(model, min_bytes=0)
+    assert model[0].weight.packed is model[1].weight.packed
+    unpack_module(model)
+    assert model[0].weight is not model[1].weight
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+    assert (model[0].weight.requires_grad, model[1].weight.requires_grad) == (not frozen, True)
+
+
+def test_a_trained_parameter_that_shares_memory_stays_plain() -> None:
+    model = nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 200, bias=False), nn.Linear(200, 64))
+    model[1].weight.data = model[0].weight.data
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    pack_module(model, min_bytes=0)
+    assert not isinstance(model[1].weight, PackedParameter)
+    assert isinstance(model[2].weight, PackedParameter)
+
+
+def test_memory_that_is_read_otherwise_is_another_weights() -> None:
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(3)])
+    model[1].weight.data = model[0].weight.data.view(32, 128)
+    model[2].weight.data = model[0].weight.data.t()
+    expected = [it.weight.detach().clone() for it in model]
+    pack_module(model, min_bytes=0)
+    assert model[0].weight.packed is not model[1].weight.packed
+    for layer, weight in zip(unpack_module(model), expected, strict=True):
+        assert_same_bits(layer.weight, weight)

@@ -65,6 +65,15 @@ def _kept(parameter: nn.Parameter, cannot: str | None, min_bytes: int, adapted: 
     return None
 
 
+def _memory(parameter: nn.Parameter) -> object:
+    """What is equal for parameters that are one, or that read the same memory alike."""
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        return id(parameter)
+    at = parameter.data_ptr()  # 0 of what has none
+    read = parameter.device, parameter.dtype, parameter.shape, parameter.stride()
+    return (at, *read) if at else id(parameter)
+
+
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
     """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
 
@@ -77,7 +86,7 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """
     hint = "`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors"
     require_module(model, "pack_module", hint)
-    places: dict[int, list[tuple[str, nn.Parameter, str | None]]] = {}
+    places: dict[object, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
     tied: list[tuple[str, PackedParameter]] = []  # to packed weights since these were packed
@@ -97,14 +106,16 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
                 if before and cannot is None and name not in getattr(module, "tpde_slots", ()):
                     tied.append((full, parameter))
-                if id(parameter) not in places:
+                memory = _memory(parameter)
+                if memory not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
-                places.setdefault(id(parameter), []).append((full, parameter, cannot))
+                places.setdefault(memory, []).append((full, parameter, cannot))
     work, plain, frozen = [], Counter[str](), 0
     for uses in places.values():
         cannot = next((it for _, _, it in uses if it is not None), None)
-        why = _kept(uses[0][1], cannot, min_bytes, sizes[True] < sizes[False])
+        most = next((it for _, it, _ in uses if it.requires_grad), uses[0][1])
+        why = _kept(most, cannot, min_bytes, sizes[True] < sizes[False])
         if why is None:
             work.append(uses)
         else:
@@ -112,10 +123,12 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     tensors = ((uses[0][0], uses[0][1].data) for uses in work)
     for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
         if packed is not None:
-            made = PackedParameter(packed, uses[0][1].requires_grad)
+            made: dict[int, PackedParameter] = {}  # by parameters: tied weights are one, or share memory
             frozen += uses[0][1].requires_grad
-            for full, _, _ in uses:
-                replace_parameter(model, full, made)
+            for full, parameter, _ in uses:
+                if id(parameter) not in made:
+                    made[id(parameter)] = PackedParameter(packed, parameter.requires_grad)
+                replace_parameter(model, full, made[id(parameter)])
         else:
             plain["such that they would not shrink"] += 1
         uses.clear()
@@ -155,12 +168,15 @@ def unpack_module(model: nn.Module) -> nn.Module:
     active = {packed.active_delta for packed in weights}
     leave_deltas(model, {it for it in active if it is not None})
     ungroup(model)
-    made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
+    made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights are one, or share memory
+    memory: dict[int, Tensor] = {}
 
     def plain(held: PackedParameter) -> nn.Parameter:
-        key = id(held.packed)
+        key, packed = id(held), id(held.packed)
         if key not in made:
-            made[key] = nn.Parameter(_own(held), requires_grad=held.plain_requires_grad)
+            if packed not in memory:
+                memory[packed] = _own(held)
+            made[key] = nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)
         return made[key]
 
     for _, module in list(packed_modules(model)):
