@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from support.parameters import draw, packed
 from support.small import torch
 
 from tpde.errors import PackedWeight
-from tpde.nn import PackedParameter, PackedTensor, Resident
+from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module
 
 
-def test_what_reads_memory_is_refused(weight: Any) -> None:
+def test_what_reads_memory_is_refused(weight: Any, tmp_path: Path) -> None:
     ours, other = packed(weight), packed(weight)
     address = ours.data_ptr()
     assert address == ours.detach().data_ptr()
@@ -27,6 +28,11 @@ def test_what_reads_memory_is_refused(weight: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
     with pytest.raises(PackedWeight, match=r"tpde\.torch\.save_file"):
         safetensors.save({"w": ours})
+    layer = pack_module(torch.nn.Linear(64, 64), min_bytes=0)
+    safetensors.save_file({"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, tmp_path / "plain")
+    with pytest.raises(PackedWeight) as told:
+        safetensors.load_model(layer, tmp_path / "plain")
+    assert "load files with `tpde.torch.load_model`" in str(told.value.hint)
     storage = ours.untyped_storage()
     assert storage.nbytes() < weight.nbytes
     assert (

@@ -52,7 +52,8 @@ def no_bytes(name: str) -> PackedWeight:
         f"`{name}` is packed, and has no plain bytes in memory to read",
         hint="save packed weights with `tpde.torch.save_file` or `torch.save`, plain ones as "
         "`tpde.nn.plain_state_dict(model)` gives them; of a transformers model, pack all, not a part, for "
-        "`save_pretrained`; of an adapter on embeddings or the head, pass it `save_embedding_layers=False`",
+        "`save_pretrained`; of an adapter on embeddings or the head, pass it `save_embedding_layers=False`; "
+        "load files with `tpde.torch.load_model`",
     )
 
 
