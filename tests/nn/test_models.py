@@ -77,3 +77,13 @@ def test_plain_state_dict(name: str) -> None:
     for key, value in expected.items():
         assert_same_bits(found[key], value, key)
     assert any(isinstance(value, PackedParameter) for value in model.state_dict().values())
+
+
+def test_what_is_unpacked_in_inference_mode_can_be_trained() -> None:
+    model, other = (pack_module(make("llama"), min_bytes=0) for _ in range(2))
+    with torch.inference_mode():
+        unpack_module(model)
+        state = plain_state_dict(other)
+    assert not any(it.is_inference() for it in (*model.parameters(), *state.values()))
+    model(**inputs("llama", 2, 5)).logits.float().sum().backward()
+    assert all(it.grad is not None for it in model.parameters())

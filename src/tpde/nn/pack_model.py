@@ -176,7 +176,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
         if key not in made:
             if packed not in memory:
                 memory[packed] = _own(held)
-            made[key] = nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)
+            with torch.inference_mode(False):  # what is made in inference mode cannot be trained
+                made[key] = nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)
         return made[key]
 
     for _, module in list(packed_modules(model)):
@@ -198,7 +199,7 @@ def _packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Packe
 
 def _own(parameter: PackedParameter) -> Tensor:
     """A weight in memory of exactly its size."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         return formatted(parameter.packed.decoded().clone(), parameter.memory_format)
 
 

@@ -72,8 +72,8 @@ MUTANTS = (
     mutant(
         "ties-are-torn",
         "nn/pack_model.py",
-        "            made[key] = nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)\n        return made[key]",
-        "            return nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)\n        return made[key]",
+        "made[key] = nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)\n        return made[key]",
+        "return nn.Parameter(memory[packed], requires_grad=held.plain_requires_grad)\n        return made[key]",
         "tied weights are two after unpacking",
         "nn/test_models.py",
     ),
