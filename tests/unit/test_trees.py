@@ -171,6 +171,7 @@ class _Dict(dict):  # type: ignore[type-arg]
         (np.zeros(2, [("a", "f4")]), "array"),
         (np.ma.MaskedArray([1, 2], [0, 1]), "masked array"),
         (np.ma.masked, "masked array"),
+        (np.ones((2, 2)).view(np.matrix), "matrix, and would come back as an array"),
         (torch.ones(2, device="meta"), "meta"),
         (torch.ones(2).to_sparse(), "dense"),
         (torch.ones(1).expand(1 << 40), "repeats"),

@@ -128,6 +128,12 @@ class StateTree:
 
     def _array(self, value: Any, path: tuple[object, ...]) -> str:
         refuse_masked(_shown(path), value)
+        if isinstance(value, np.matrix):
+            raise InvalidInput(
+                f"`{_shown(path)}` is a matrix, and would come back as an array, with other products",
+                hint="store `np.asarray(...)` of it",
+                where=_shown(path),
+            )
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.fields is not None:
             raise InvalidInput(
