@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,13 @@ def test_a_checkpoint_whose_step_is_gone_is_refused_by_name(tmp_path: Path) -> N
     (tmp_path / "checkpoint-2" / LINK).write_text(json.dumps({"tpde_step": "2"}))
     with pytest.raises(InvalidInput, match="does not name a step"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_its_store_is_refused_by_name(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", steps=2).train()
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "copy" / "checkpoint-2")
+    with pytest.raises(InvalidInput, match=r"no checkpoint store `.*copy.tpde-store`, of which step 2"):
+        trainer(tmp_path / "copy").train(resume_from_checkpoint=True)
 
 
 def test_states_in_pieces_are_refused(tmp_path: Path) -> None:

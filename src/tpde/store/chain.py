@@ -134,7 +134,7 @@ def open_links(folder: Path, step: int) -> list[StepFile]:
     Raises
     ------
     InvalidInput
-        If there is no such step.
+        If there is no such step, or no store.
     MissingBase
         If a step is gone on which another stands.
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
@@ -159,6 +159,12 @@ def open_links(folder: Path, step: int) -> list[StepFile]:
                 raise
             continue
         return links
+    if not links and not folder.is_dir():
+        raise InvalidInput(
+            f"there is no checkpoint store `{folder}`, of which step {step} is wanted",
+            hint="put it there; of a trainer's checkpoint, copy the store that lies beside it, too",
+            where=str(folder),
+        )
     if not links:
         has = ", ".join(map(str, steps_in(folder)[-5:])) or "none"
         raise InvalidInput(
