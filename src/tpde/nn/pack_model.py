@@ -182,9 +182,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
 
     for _, module in list(packed_modules(model)):
         restore(module, {name: plain(slot.parameter) for name, slot in module.tpde_slots.items()})
-    for other, name, held in list(
-        _packed_parameters(model)
-    ):  # of modules that were tied to packed ones since
+    tied_since = list(_packed_parameters(model))
+    for other, name, held in tied_since:
         other._parameters[name] = plain(held)
     return model
 

@@ -268,8 +268,7 @@ class CheckpointStore(StoredSteps):
 
         The thread of that one, which logs, may get here, too, while the turn's owner waits for it.
         """
-        pending = self._pending
-        if pending is not None:
+        if (pending := self._pending) is not None:
             pending.refuse_itself()
         return self._turn
 

@@ -185,8 +185,8 @@ MUTANTS = (
     mutant(
         "expanded-tensors-of-any-size",
         "files/pickles.py",
-        "        if value.layout is torch.strided:\n            refuse_expanded(",
-        "        if value.layout is not torch.strided:\n            refuse_expanded(",
+        "        if value.layout is torch.strided and not value.is_nested:\n            refuse_expanded(",
+        "        if value.layout is not torch.strided and not value.is_nested:\n            refuse_expanded(",
         "a pickle of a few bytes asks for a petabyte",
         "integration/test_state_dict_refusals.py",
     ),
