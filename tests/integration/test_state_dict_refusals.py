@@ -126,6 +126,13 @@ def test_whole_modules_are_refused_as_code(zipped: bool, tmp_path: Path) -> None
         pack(tmp_path / "x.pt", tmp_path / "packed")
 
 
+@pytest.fixture
+def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let packed weights be saved in PyTorch's old format, as whoever means harm may do."""
+    monkeypatch.setattr("tpde.weights.pickled._refuse_old_format", lambda _: None)
+
+
+@pytest.mark.usefixtures("old_files")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_state_dicts_of_packed_models_are_refused_with_a_way_out(
@@ -146,6 +153,7 @@ def test_state_dicts_of_packed_models_are_refused_with_a_way_out(
     assert not (tmp_path / "packed").exists()
 
 
+@pytest.mark.usefixtures("old_files")
 def test_old_files_are_refused_where_memory_holds_what_they_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
