@@ -64,6 +64,25 @@ def test_a_patched_class_is_compiled(
         assert_same_bits(compiled(IDS), plain(IDS))
 
 
+@pytest.mark.parametrize("patched", ["before", "after"])
+def test_a_transposed_layer_is_compiled(patched: str, monkeypatch: Any) -> None:
+    """With gradients, where packed ones are one operator."""
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    plain = nn.Sequential(kind(32, 64))
+    x = torch.randn(3, 64)
+    before = plain(x)
+    if patched == "before":
+        monkeypatch.setattr(kind, "forward", _twice(kind.forward))
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    torch.compiler.reset()
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    assert_same_bits(compiled(x), plain(x))
+    if patched == "after":
+        monkeypatch.setattr(kind, "forward", _twice(kind.forward))
+    assert not torch.equal(plain(x), before)
+    assert_same_bits(compiled(x), plain(x))
+
+
 def test_a_block_that_is_unpacked_has_its_classs_forward(pair: tuple[Model, Model], monkeypatch: Any) -> None:
     plain, packed = pair
     monkeypatch.setattr(Block, "forward", _twice(Block.forward))

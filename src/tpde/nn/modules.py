@@ -42,9 +42,12 @@ class PackedModule(PackedState):
     ----------
     tpde_base : type
         The class that the module had.
+    tpde_known : callable
+        Of experts and of `Conv1D`, the forward pass that they are multiplied for: their class's own.
     """
 
     tpde_base: type[nn.Module]
+    tpde_known: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A module of the plain class: some code makes others of a module's class, as adapters do."""
@@ -111,7 +114,8 @@ class PackedModule(PackedState):
             plain_linear = self.tpde_base.forward is _LINEAR_FORWARD
             # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
             autocast = torch.is_autocast_enabled(first_tensor(args, kwargs).device.type)
-            if slot is not None and (plain_linear or is_conv1d(self.tpde_base)) and not autocast:
+            conv1d = is_conv1d(self.tpde_base) and self.tpde_base.forward is self.tpde_known
+            if slot is not None and (plain_linear or conv1d) and not autocast:
                 width = slot.shape[0 if plain_linear else 1]
                 x = (*args, *kwargs.values())
                 return torch.ops.tpde.linear(*x, self.bias, slot.key, width, not plain_linear)
@@ -232,8 +236,7 @@ class PackedLinear(PackedModule):
 class PackedExperts(PackedModule):
     """Experts that are multiplied as they are, where that is faster: see `tpde.nn.routed`."""
 
-    tpde_arguments: tuple[str, str, str]
-    tpde_known: Callable[..., Any]  # the forward pass that these are of
+    tpde_arguments: tuple[str, str, str]  # of that forward pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, or from windows."""
@@ -289,6 +292,8 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
     if PackedExperts in bases:
         members["tpde_arguments"] = arguments_of(base)  # type: ignore[arg-type]
         members["tpde_known"] = staticmethod(base.forward)
+    elif is_conv1d(base):
+        members["tpde_known"] = staticmethod(unpatched(base))
     return type(f"Packed{base.__name__}", bases, members)
 
 
