@@ -107,6 +107,17 @@ def test_a_block_of_another_class(pair: tuple[Model, Model]) -> None:
     assert "forward" not in packed.blocks[1].__dict__
 
 
+def test_a_class_that_cannot_be_given_changes_nothing(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for layer in (plain.blocks[1].up, packed.blocks[1].up):
+        for other in (dict, 5):
+            with pytest.raises((TypeError, AttributeError)):
+                layer.__class__ = other
+    assert_same_bits(packed(IDS), plain(IDS))
+    unpack_module(packed)
+    assert type(packed.blocks[1].up) is nn.Linear
+
+
 class _Scaled(nn.Linear):
     def forward(self, x: Any) -> Any:
         return super().forward(x) * 2

@@ -15,7 +15,7 @@ from tpde.weights.transforms import transformed
 
 
 def unpatched(kind: type[nn.Module]) -> Any:
-    """The forward pass that PyTorch itself gave a class of its own; None if somebody's is in its place."""
+    """The forward pass that a class got where it is defined; None if somebody's is in its place."""
     found = kind.forward
     return found if getattr(found, "__globals__", None) is vars(sys.modules[kind.__module__]) else None
 

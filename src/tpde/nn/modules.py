@@ -56,10 +56,11 @@ class PackedModule(PackedState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As before; a module that is given another class stays packed."""
-        if name == "__class__" and not issubclass(value, PackedModule):
-            self.__dict__["tpde_base"] = value
-            value = packed_class(value, tuple(self.tpde_slots))
-        super().__setattr__(name, value)
+        if name != "__class__" or issubclass(value, PackedModule):
+            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, packed_class(value, tuple(self.tpde_slots)))
+        self.__dict__["tpde_base"] = value  # now, when no error leaves the module between two classes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
