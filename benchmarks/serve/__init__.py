@@ -16,7 +16,8 @@ processes choose otherwise, and requests wait for each other, so that batches ar
 takes 64 rows a step, so that fused kernels multiply them; `--ways bf16 bf16-invariant tpde` also shows how
 much plain weights' differs by vLLM's batch-invariant kernels, which need a GPU. With `--engines 4`
 four engines of a way read shares of the text, with `--beside 2` of two ways at a time, all on one GPU, where
-`--serve='--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 1G'` leaves each its room.
+`--serve='--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 1G'` leaves each its room. A long text may be
+read by one way a run: `--measured FILE` takes the ways that `--json FILE` of an earlier run has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import tempfile
 import threading
@@ -39,6 +41,7 @@ from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.texts import Text
 from benchmarks.serve.commands import Latency
+from benchmarks.serve.measured import take
 from benchmarks.serve.models import SHAPES, make, title_of
 from benchmarks.serve.offline import READING, Engine
 from benchmarks.serve.server import Server
@@ -63,14 +66,15 @@ def _loading(server: Server | Engine | Latency) -> str:
 
 
 def reading(engines: list[Engine], text: Path) -> Text:
-    """What engines, which read a share of the windows each, make of a text."""
-    with ThreadPoolExecutor(len(engines)) as pool:
-        asked = [pool.submit(it.perplexity, text, at, len(engines)) for at, it in enumerate(engines)]
-        first, *rest = [it.result() for it in asked]
-    for it in rest:
-        first["tokens"] += it["tokens"]
-        first["sums"] += it["sums"]
-    return first
+    """What engines, which read a share of the windows each, make of a text; sums in the text's order."""
+    count = len(engines)
+    with ThreadPoolExecutor(count) as pool:
+        asked = [pool.submit(it.perplexity, text, at, count) for at, it in enumerate(engines)]
+        shares = [it.result() for it in asked]
+    sums = [math.nan] * sum(len(it["sums"]) for it in shares)
+    for at, it in enumerate(shares):
+        sums[at::count] = it["sums"]
+    return {**shares[0], "tokens": sum(it["tokens"] for it in shares), "sums": sums}
 
 
 def measure(
@@ -133,6 +137,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--perplexity",
         type=Path,
         help="measure that of this text, or of a folder's Python files, and no speed, offline",
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="JSON of earlier runs on this machine, whose ways are not run again, with `--perplexity`",
     )
     parser.add_argument("--engines", type=int, default=1, help="that read the text, all on one GPU")
     parser.add_argument(
@@ -247,6 +258,8 @@ def check(options: argparse.Namespace) -> None:
         raise SystemExit(f"`--perplexity {options.perplexity}` is not there")
     if options.perplexity and not (options.dir and (options.dir / "config.json").is_file()):
         raise SystemExit(f"`--perplexity` needs a trained model and its tokenizer, `--dir` is {options.dir}")
+    if options.measured and not options.perplexity:
+        raise SystemExit("`--measured` is for `--perplexity`: times are compared within a run")
     if options.engines < 1 or (options.engines > 1 and not options.perplexity):
         raise SystemExit("`--engines` is of those that read a text, with `--perplexity`: 1 or more")
     if options.compare and "--compilation-config" in options.serve:
@@ -263,13 +276,24 @@ def cards_of(more: str) -> int:
     return int(parser.parse_known_args(more.split())[0].tensor_parallel_size)
 
 
+def tell(page: Page, done: dict[str, Row], options: argparse.Namespace) -> None:
+    """Write the page of what is there so far."""
+    rows = {way: done[way] for way in options.ways if way in done}
+    page.clear()
+    report(page, rows, options.concurrent, (options.prompt, options.tokens))
+    compare(page, rows, options.invariant)
+    perplexities(page, rows)
+    page.data = rows
+    page.save()
+
+
 def run(options: argparse.Namespace, page: Page) -> None:
     """One way after the other, or some beside each other."""
     check(options)
     if device() == "cuda":
         page.facts["GPU"] = machine.gpu()
         tuned.follow(options, page)
-    done: dict[str, Row] = {}
+    done = take(options.measured, options.ways, page)
     with tempfile.TemporaryDirectory() as scratch:
         models = model_of(options, Path(scratch))
         page.title = f"{TITLE}: {models[0].name}"
@@ -282,15 +306,13 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 traceback.print_exc()
                 done[way] = {"problem": str(error)[:160]}
 
-        for some in turns(options.ways, options.beside, options.perplexity is not None):
+        left = [way for way in options.ways if way not in done]
+        for some in turns(left, options.beside, options.perplexity is not None):
             _at_a_time([partial(serve, *it) for it in some])
-            rows = {way: done[way] for way in options.ways if way in done}
-            page.clear()
-            report(page, rows, options.concurrent, (options.prompt, options.tokens))
-            compare(page, rows, options.invariant)
-            perplexities(page, rows)
-            page.data = rows
-            page.save()
+            tell(page, done, options)
+        if not left:
+            tell(page, done, options)
+    rows = {way: done[way] for way in options.ways}
     for way, row in rows.items():
         if way.startswith("tpde"):
             page.judge("problem" not in row, f"{way} serves")

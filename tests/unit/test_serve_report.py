@@ -13,6 +13,7 @@ import pytest
 from benchmarks.harness.report import Page
 from benchmarks.harness.texts import Text, perplexity, units, windows_of
 from benchmarks.serve import cards_of, check, model_of, options, reading, served, turns
+from benchmarks.serve.measured import take
 from benchmarks.serve.models import make, shapes_of, sizes_of
 from benchmarks.serve.tables import compare, judge, perplexities, report
 
@@ -233,7 +234,7 @@ def test_a_perplexity_has_a_run_of_its_own(tmp_path: Path) -> None:
 
 
 def test_engines_read_a_share_each(tmp_path: Path) -> None:
-    """Their sums come in the order of the engines, which is that of every way."""
+    """Their sums come in the text's order, whatever the number of engines."""
 
     class Fake:
         def __init__(self, *sums: float) -> None:
@@ -243,8 +244,55 @@ def test_engines_read_a_share_each(tmp_path: Path) -> None:
             assert (text, shares) == (tmp_path, 3)
             return {"tokens": 10 * len(self.sums), "window": 11, "step": 4, "sums": [share, *self.sums[1:]]}
 
-    engines: Any = [Fake(0.0, 1.0), Fake(0.0, 2.0), Fake(0.0)]
-    assert reading(engines, tmp_path) == {"tokens": 50, "window": 11, "step": 4, "sums": [0, 1.0, 1, 2.0, 2]}
+    engines: Any = [Fake(0.0, 3.0), Fake(0.0, 4.0), Fake(0.0)]
+    assert reading(engines, tmp_path) == {"tokens": 50, "window": 11, "step": 4, "sums": [0, 1, 2, 3.0, 4.0]}
+
+
+def a_run(path: Path, way: str, sums: list[float], **facts: str) -> Path:
+    """What `--json` writes of one way."""
+    usual = {"Command": way, "Date": f"of {way}", "GPU": "one", "Versions": "1"}
+    page = Page("Serving", usual | facts, json=path)
+    page.data = {way: {"start": "9.0", "text": text_of(sums)}}
+    page.save()
+    return path
+
+
+def test_ways_that_earlier_runs_have_measured(tmp_path: Path) -> None:
+    """They are not run again; with all ways there, the page is of their machine."""
+    plain = a_run(tmp_path / "plain.json", "bf16", [-120.0, -130.0])
+    ours = a_run(tmp_path / "ours.json", "tpde", [-120.0002, -130.0001])
+    page = Page("Serving", {"Command": "of both", "GPU": "another"})
+    rows = take([plain, ours], ["bf16", "tpde"], page)
+    assert page.facts["GPU"] == "one"
+    assert (page.facts["Command"], page.facts["Date"]) == ("bf16; tpde", "of bf16; of tpde")
+    perplexities(page, rows)
+    assert page.bars[0][1], "within half a unit"
+    here = Page("Serving", {"Command": "this", "Date": "now", "GPU": "one", "Versions": "1"})
+    assert list(take([plain], ["bf16", "tpde"], here)) == ["bf16"]
+    assert here.facts["Command"] == "bf16; this"
+    assert take([plain, ours], ["bf16"], Page("Serving", {})).keys() == {"bf16"}
+    untouched = Page("Serving", {"GPU": "another"})
+    assert (take([], ["bf16"], untouched), untouched.facts) == ({}, {"GPU": "another"})
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    plain = a_run(tmp_path / "plain.json", "bf16", [-120.0, -130.0])
+    other = a_run(tmp_path / "other.json", "tpde", [-120.0, -130.0], Versions="2")
+    shorter = a_run(tmp_path / "shorter.json", "tpde", [-120.0])
+    both = ["bf16", "tpde"]
+    with pytest.raises(SystemExit, match="has Versions '1', the run beside it '2'"):
+        take([plain, other], both, Page("Serving", {}))
+    with pytest.raises(SystemExit, match="has GPU 'one', the run beside it None"):
+        take([plain], both, Page("Serving", {"Versions": "1"}))
+    with pytest.raises(SystemExit, match="read other texts"):
+        take([plain, shorter], both, Page("Serving", {}))
+    bad = tmp_path / "bad.json"
+    for text in ("", "[]", "{}", '{"facts": {}, "data": null}'):
+        bad.write_text(text)
+        with pytest.raises(SystemExit, match="is no result of `--perplexity --json`"):
+            take([bad], both, Page("Serving", {}))
+    with pytest.raises(SystemExit, match="`--measured` is for `--perplexity`"):
+        check(given("--offline", "--measured", str(plain)))
 
 
 def test_a_model_of_the_caller_s(tmp_path: Path) -> None:
