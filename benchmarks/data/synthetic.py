@@ -32,7 +32,7 @@ def weight(name: str, shape: tuple[int, ...], seed: int, rows: tuple[int, int] |
         return torch.ones(shape, dtype=torch.bfloat16, device=device())
     begin, end = rows or (0, shape[0])
     draw = torch.Generator(device())
-    draw.manual_seed(zlib.crc32(f"{name} {begin} {end}".encode()) ^ seed << 32)
+    draw.manual_seed(zlib.crc32(f"{name} {begin} {end}".encode(), seed))  # a CPU takes 32 bits of it
     scale = 0.02 * torch.exp(0.3 * torch.randn(end - begin, 1, generator=draw, device=device()))
     values = torch.randn(end - begin, shape[1], generator=draw, device=device())
     return values.mul_(scale).to(torch.bfloat16)

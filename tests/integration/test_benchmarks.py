@@ -32,6 +32,7 @@ SMALL: dict[str, list[str]] = {
     "pages": ["--gib", "0.0625", "--runs", "1", "--threads", "1"],
     "partial": ["--gib", "0.01"],
     "ratio": ["--rows", "128"],
+    "resident": ["--shape", "tiny", "--layers", "1", "--tokens", "1", "--ways", "plain", "exact", "fused"],
     "startup": ["--runs", "1"],
     "windows": ["--mib", "2", "--runs", "1"],
     "generate": ["--shape", "tiny", "--tokens", "1", "--turns", "1", "--modes", "plain", "packed"],
@@ -39,6 +40,7 @@ SMALL: dict[str, list[str]] = {
 NEEDS = {
     "fine_tunes": "transformers",
     "generate": "transformers",
+    "resident": "transformers",
     "windows": "ml_dtypes",
     "checkpoint": "zstandard",
 }
@@ -117,6 +119,25 @@ def test_it_runs_on_very_little(name: str, tmp_path: Path, monkeypatch: pytest.M
     found = run(tmp_path, name, SMALL[name])
     if name == "generate":
         assert {it["what"] for it in found["bars"] if it["met"]} >= {"bits", "all ran"}
+    if name == "resident":
+        ways = [f"bits, {it}" for it in ("plain", "tpde", "tpde, fused")]
+        assert found["passed"]
+        assert [it["what"] for it in found["bars"]] == [*ways, "tokens and logits as plain"]
+
+
+def test_a_model_with_other_bits_is_seen() -> None:
+    """Of a packed weight, and of one that stays plain."""
+    pytest.importorskip("transformers")
+    from benchmarks.data.llama import config_of
+    from benchmarks.resident import build, differing
+
+    model = build("exact", config_of("tiny", 1), 0)
+    assert differing(model, 0) == []
+    packed = [name for name, it in model.named_parameters() if it.dim() == 2]
+    assert differing(model, 1) == packed
+    with torch.no_grad():
+        model.model.norm.weight[0] = 2
+    assert differing(model, 0) == ["model.norm.weight"]
 
 
 FORKS = """
