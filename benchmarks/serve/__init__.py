@@ -276,6 +276,18 @@ def cards_of(more: str) -> int:
     return int(parser.parse_known_args(more.split())[0].tensor_parallel_size)
 
 
+def room_of(more: str) -> float | None:
+    """GiB of a GPU that an engine may take, by the options for vLLM; None without a GPU or such an option."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    share = parser.parse_known_args(more.split())[0].gpu_memory_utilization
+    if share is None or device() != "cuda":
+        return None
+    import torch
+
+    return float(share * torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
 def tell(page: Page, done: dict[str, Row], options: argparse.Namespace) -> None:
     """Write the page of what is there so far."""
     rows = {way: done[way] for way in options.ways if way in done}
@@ -317,4 +329,4 @@ def run(options: argparse.Namespace, page: Page) -> None:
         if way.startswith("tpde"):
             page.judge("problem" not in row, f"{way} serves")
     if page.title == f"{TITLE}: llama-8b" and "bf16" in rows and options.concurrent and not options.latency:
-        judge(page, rows, options.concurrent, cards_of(options.serve))
+        judge(page, rows, options.concurrent, cards_of(options.serve), room_of(options.serve))

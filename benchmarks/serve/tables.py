@@ -23,6 +23,7 @@ AT_A_TIME, COMPARED = (1, 32), 32  # of the prompts that are compared, and their
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
 SPREAD_BARS = {1: 1.15}  # tokens a second where two GPUs share a model
 LOAD_BARS = {"tpde": 1.15, "tpde-packed": 0.9}  # time to load, of bf16's
+KV_BAR, KV_GIB = 1.6, (23.0, 25.0)  # tokens that the KV cache has room for, of bf16's; within so much memory
 
 
 def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tuple[int, int]) -> None:
@@ -107,14 +108,18 @@ def perplexities(page: Page, rows: dict[str, Row]) -> None:
     texts.perplexities(page, titles, found, "bf16", [way for way in rows if way.startswith("tpde")])
 
 
-def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 1) -> None:
-    """Hold against the bars, which are of bf16 on as many GPUs."""
+def judge(
+    page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 1, room: float | None = None
+) -> None:
+    """Hold against the bars, which are of bf16 on as many GPUs, `room` GiB of each if that is known."""
     ours, plain = rows.get("tpde", {}), rows["bf16"]
     speeds = [
         (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
         for count, bar in (BARS if cards == 1 else SPREAD_BARS).items()
         if count in concurrent
     ]
+    if room is not None and KV_GIB[0] <= room <= KV_GIB[1]:
+        speeds.append(("tokens in the KV cache, of bf16's", _tokens(ours, plain), KV_BAR))
     page.limits(speeds, least=True)
     if cards > 1:
         return
@@ -131,6 +136,12 @@ def judge(page: Page, rows: dict[str, Row], concurrent: list[int], cards: int = 
 def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
     found, base = (it.get(f"{count}", {}).get(key) for it in (ours, plain))
     return None if found is None or base is None else float(found / base)
+
+
+def _tokens(ours: Row, plain: Row) -> float | None:
+    """How many more fit in the KV cache, as vLLM says."""
+    found, base = (str(it.get("kv", "-")).replace(",", "") for it in (ours, plain))
+    return int(found) / int(base) if found.isdigit() and base.isdigit() else None
 
 
 def _reading(ours: Row, plain: Row, key: str) -> float | None:

@@ -6,13 +6,14 @@ import argparse
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.report import Page
 from benchmarks.harness.texts import Text, perplexity, units, windows_of
-from benchmarks.serve import cards_of, check, model_of, options, reading, served, turns
+from benchmarks.serve import cards_of, check, model_of, options, reading, room_of, served, turns
 from benchmarks.serve.measured import take
 from benchmarks.serve.models import make, shapes_of, sizes_of
 from benchmarks.serve.tables import compare, judge, perplexities, report
@@ -99,6 +100,24 @@ def test_a_second_load_is_a_bar_of_its_own_where_it_was_measured() -> None:
     assert "| once more, s |" in text
     judge(page, {"bf16": plain, "tpde": {"problem": "no"}}, [1])
     assert "loading, tpde, of bf16's time" in page.markdown().rsplit("| bar ", 1)[1]
+
+
+def test_tokens_that_fit_are_a_bar_within_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens, met in (("93,616", True), ("92,000", False)):
+        page = Page("Serving", {})
+        rows = {"bf16": row(100) | {"kv": "58,128"}, "tpde": row(200) | {"kv": tokens}}
+        judge(page, rows, [1], room=24.0)
+        assert page.bars[1] == ("tokens in the KV cache, of bf16's", met)
+    for room in (None, 72.0):
+        judge(page := Page("Serving", {}), rows, [1], room=room)
+        assert not [what for what, _ in page.bars if "KV" in what]
+    judge(page := Page("Serving", {}), {"bf16": row(100), "tpde": {"problem": "no"}}, [1], room=24.0)
+    assert "not measured" in page.markdown().split("KV cache")[1].splitlines()[0]
+    facts = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: facts)
+    monkeypatch.setattr("benchmarks.serve.device", lambda: "cuda")
+    assert room_of("--enforce-eager --gpu-memory-utilization 0.3") == pytest.approx(24.0)
+    assert room_of("--enforce-eager") is None
 
 
 def test_bars_of_two_gpus() -> None:
