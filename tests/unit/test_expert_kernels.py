@@ -64,7 +64,7 @@ class Held:
         taken = padded(x)
         y = np.zeros((len(ids), self.parts * self.rows), np.uint16)
         for i, expert in enumerate(ids):
-            for part in range(self.parts if expert < self.experts else 0):
+            for part in range(self.parts if 0 <= expert < self.experts else 0):
                 at = taken[i // per].ctypes.data
                 to = y[i, part * self.rows :]
                 added = 0 if bias is None else bias[expert, part * self.rows :].ctypes.data
@@ -115,9 +115,12 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int, int]) 
     for per, ids in (
         (1, [0]),
         (1, [experts - 1] * 9),
-        (2, draw.integers(0, experts + 1, 6).tolist()),
-        (1, draw.integers(0, experts + 1, 37).tolist()),
+        (2, draw.integers(-1, experts + 1, 6).tolist()),
+        (1, draw.integers(-1, experts + 1, 37).tolist()),
         (1, [experts] * 3),
+        (1, [-1] * 3),
+        (1, [-1] * 40),
+        (1, [experts - 1, *[-1] * 7, -(2**31)]),
     ):
         x = of_batch(-(-len(ids) // per), columns)
         for added in (None, bias):
@@ -133,7 +136,7 @@ def test_ways_change_nothing(
     held = Held(*shape, CONTENTS)
     monkeypatch.setattr(expert_ways, "_WAYS", (way,))
     for count, kind in ((5, np.int64), (32, np.int32), (33, np.int32), (90, np.int64)):
-        ids = rng("ids", way[0], count).integers(0, shape[0] + 1, count).astype(kind)
+        ids = rng("ids", way[0], count).integers(-1, shape[0] + 1, count).astype(kind)
         x = of_batch(count, shape[3])
         assert np.array_equal(held.product(x, ids), held.by_one(x, ids))
 

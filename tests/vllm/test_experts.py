@@ -108,6 +108,20 @@ def test_few_rows_are_multiplied_from_windows(experts_on_gpu: Any) -> None:  # n
     assert it.plain.seen == []
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_rows_of_padding_have_no_expert(experts_on_gpu: Any, on_gpu: bool) -> None:  # noqa: F811
+    """vLLM 0.27 and later gives them -1, in steps that CUDA graphs pad and in those that warm up."""
+    it = load(made(), experts_on_gpu if on_gpu else None)
+    x, scores, ids = batch(40)
+    needed = it.method._from_windows(it.layer, x, scores, ids)
+    for first in (33, 7, 0):
+        padded = ids.clone()
+        padded[first:] = -1
+        found = it.method._from_windows(it.layer, x, scores, padded)
+        assert_same_bits(found[:first], needed[:first])
+        assert not found[first:].float().any()
+
+
 @pytest.mark.parametrize("tokens", [3, 1000])
 def test_kernels_are_there_after_the_first_step(
     experts_on_gpu: Any,  # noqa: F811

@@ -155,8 +155,8 @@ class DeviceExperts:
         per : int
             How many rows of y follow each other that have the same row of x.
         ids : int
-            Address of the expert of each row of y. The number after the last one stands for none, and gives
-            zeros; others that are none's end in a trap.
+            Address of the expert of each row of y. The number after the last one and those below 0 stand
+            for none, and give zeros; others that are none's end in a trap.
         count : int
             Rows of y, at most `MOST_ROUTED`.
         y : int

@@ -111,8 +111,8 @@ class Experts:
         x : torch.Tensor
             bf16, of two dimensions, as many columns as the experts take.
         ids : torch.Tensor
-            The expert of each row of the result, integers. The number after the last one stands for
-            none, and gives zeros.
+            The expert of each row of the result, integers. The number after the last one and those below
+            0, by which vLLM marks rows of padding, stand for none, and give zeros.
         per : int
             How many rows of the result follow each other that have the same row of x.
         bias : torch.Tensor, optional
@@ -187,7 +187,7 @@ class Experts:
     def _on_host(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
         out = x.new_zeros((ids.numel(), self.width))
         for number in sorted(set(ids.tolist())):
-            if number == self._count:
+            if number < 0 or number == self._count:
                 continue
             rows = (ids == number).nonzero().view(-1)
             weight = self._span(number).decoded().view(self.dtype).view(self._shape[1:])

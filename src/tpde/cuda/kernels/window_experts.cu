@@ -212,8 +212,9 @@ __device__ __forceinline__ void list_used(const Lists& l, u32 experts, u32 lane)
 }
 
 // y = x W^T + bias, row by row: row i of y is of row i / `per` of x and of expert `ids[i]`, of 64 bits where they are WIDE.
-// The number after the last stands for none, and gives zeros. Rows of x lie at multiples of 16 bytes; so many words of each
-// are read as a matrix has columns, and zeros to a multiple of 8. An expert's rows of y and bias are `parts` x `rows` long.
+// The number after the last and those below 0 stand for none, and give zeros. Rows of x lie at multiples of 16 bytes; so
+// many words of each are read as a matrix has columns, and zeros to a multiple of 8. An expert's rows of y and bias are
+// `parts` x `rows` long.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns, const u16* x, u64 x_stride,
                 u32 per, const void* ids, u32 wide, u32 count, u16* __restrict__ y, const u16* __restrict__ bias) {
@@ -231,9 +232,9 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
   const Lists l = {numbers, numbers + 1, (u32*)sums, short_numbers, short_numbers + experts};
   const uint2* const escapes = (const uint2*)plane + lane;
   const auto id_of = [&](u32 i) -> u32 {
-    const u64 id = wide ? ((const u64*)ids)[i] : ((const u32*)ids)[i];
-    if (id > experts) trap();
-    return (u32)id;
+    const long long id = wide ? ((const long long*)ids)[i] : ((const int*)ids)[i];
+    if (id > (long long)experts) trap();
+    return id < 0 ? experts : (u32)id;
   };
   clear(plane, lane);
   for (u32 e = threadIdx.x; e < experts; e += 32 * WARPS) l.places[e] = 0;
