@@ -5,9 +5,9 @@ one, with weights `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. A time is
 graph of products with different ones, more bytes in all than the cache has; `all` is one graph of a token's
 products, the layers in the model's order and the head at its end. Medians of alternating runs after one to
 warm up. More rows than products from windows take are multiplied by the matrix library, with a matrix that is
-decoded before each product, as models do. Every result is compared with a product in float64. The roof is the
-time in which the device copies as many bytes as the products must read: packed weights, once. Glyd and NWC,
-where they are installed, pack the same matrices.
+decoded before each product, as models do. Every result is compared with a product in float64. Beside it is
+the time in which the device copies as many bytes, read and written, as the products must read: packed
+weights, once. Glyd and NWC, where they are installed, pack the same matrices.
 """
 
 from __future__ import annotations
@@ -215,24 +215,26 @@ class Race:
 
 
 class Point(NamedTuple):
-    """All products of a model's token: seconds of the library's, ours, and what memory allows."""
+    """All products of a model's token: seconds of the library's, ours, and and at a copy's rate."""
 
     model: str
     rows: int
     library: float
     ours: float
-    roof: float
+    copied: float
 
 
 def plot(points: list[Point], pyplot: Any) -> Any:
-    """Draw how many times as fast as the library's all products are, and what memory allows."""
+    """Draw how many times as fast as the library's all products are, and would be at the rate of a copy."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for model in dict.fromkeys(it.model for it in points):
         mine = [it for it in points if it.model == model]
         rows = [it.rows for it in mine]
         (line,) = axes.plot(rows, [it.library / it.ours for it in mine], marker="o", label=model)
-        allowed = [it.library / it.roof for it in mine]
-        axes.plot(rows, allowed, ls="--", lw=1, color=line.get_color(), label=f"{model}, what memory allows")
+        allowed = [it.library / it.copied for it in mine]
+        axes.plot(
+            rows, allowed, ls="--", lw=1, color=line.get_color(), label=f"{model}, at the rate of a copy"
+        )
     axes.axhline(1, color="grey", lw=1)
     ticks = sorted({it.rows for it in points})
     axes.set_xscale("log", base=2)
@@ -270,7 +272,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     card = torch.cuda.get_device_properties(0).name
     bars = next((it for name, it in BARS.items() if name in card), {})
     rate, points = _memory_rate(), list[Point]()
-    page.say(f"A copy moves {rate / 1e12:.2f} TB/s, read and written.")
+    page.say(f"A copy moves {rate / 1e12:.2f} TB/s, read and written; reading alone may be faster.")
     for key in options.models:
         model, draw, lines = MODELS[key], torch.Generator("cuda").manual_seed(7), []
         note(f"{model.name}: making weights")
@@ -279,11 +281,11 @@ def run(options: argparse.Namespace, page: Page) -> None:
             for name, shape in (model.layer() | {"head": (model.vocabulary, model.hidden)}).items()
         }
         each = {name: it[0].blob.nbytes for name, it in made.items()}
-        roof = ((sum(each.values()) - each["head"]) * model.layers + each["head"]) / rate
+        copied = ((sum(each.values()) - each["head"]) * model.layers + each["head"]) / rate
         words = sum(it[0].plain.numel() for it in made.values())
         bits = 8 * sum(it[0].blob.nbytes for it in made.values()) / words
         page.section(model.name)
-        page.say(f"{bits:.3f} bits a weight; the roof of all products is {1e6 * roof:.0f} us.")
+        page.say(f"{bits:.3f} bits a weight; at the rate of a copy all of them take {1e6 * copied:.0f} us.")
         others, refused = pack_by_others(made, page), dict[str, str]()
         for count in options.rows:
             note(f"{model.name}: {count} rows")
@@ -292,12 +294,12 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 lines.append(race.matrix(name, page))
             taken = race.all()
             theirs, ours = (taken[which] for which in WAYS)
-            points.append(Point(model.name, count, theirs / 1e6, ours / 1e6, roof))
+            points.append(Point(model.name, count, theirs / 1e6, ours / 1e6, copied))
             times_as_fast = f"{theirs / ours:.2f}"
             if key == "8b" and count in bars:
                 met = page.judge(theirs / ours >= bars[count], f"all, {count} rows")
                 times_as_fast += f" (bar {bars[count]}: {met})"
-            speed = f"{roof * rate / ours / 1e6:.2f}"
+            speed = f"{copied * rate / ours / 1e6:.2f}"
             line = [str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, speed, "", ""]
             lines.append([*line, *(f"{taken[it]:.0f}" if it in taken else "-" for it in others)])
             refused |= race.refused

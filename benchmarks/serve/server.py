@@ -84,7 +84,7 @@ class Server:
             *("--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"),
             *("--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1])),
             *("--num-prompts", str(requests), "--max-concurrency", str(concurrent)),
-            *("--num-warmups", str(min(concurrent, 8)), "--save-result", "--result-dir", str(out.parent)),
+            *("--num-warmups", str(concurrent), "--save-result", "--result-dir", str(out.parent)),
             *("--result-filename", out.name, "--temperature", "0"),
         ]
         log = Log(self.log.path.with_suffix(".bench.log"))

@@ -109,7 +109,7 @@ class TestKernels:
             "all, 1 rows": False,
             "all, 4 rows": True,
         }
-        assert "bits a weight; the roof of all products is" in text
+        assert "bits a weight; at the rate of a copy all of them take" in text
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert "\n- Ways of fused products: built in\n" in text
 
