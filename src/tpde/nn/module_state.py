@@ -157,7 +157,7 @@ class PackedState(_Base):
             if not slot.parameter.takes(value):
                 raise PackedWeight(
                     f"`{slot.packed.name}` is packed, and the state dict has other values for it; nothing "
-                    "was loaded",
+                    "of the packed model was loaded",
                     hint="call `tpde.unpack_module(model)` first, load, and pack again",
                 )
             if assign:

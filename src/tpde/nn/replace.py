@@ -14,7 +14,7 @@ from tpde.nn.embedding import PackedEmbedding
 from tpde.nn.group import Group, GroupSlot
 from tpde.nn.module_state import CONVOLUTIONS
 from tpde.nn.modules import PackedModule, is_conv1d, packed_class
-from tpde.nn.moving import ask_first, ask_no_more
+from tpde.nn.moving import ask_first, ask_no_more, holders
 from tpde.nn.no_deltas import promise_no_use, promise_use
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
@@ -164,9 +164,10 @@ def finish(model: nn.Module) -> nn.Module:
         If blobs are on a GPU that cannot decode them.
     """
     ungroup(model)
-    ask_first(model)
+    for holder in holders(model):
+        ask_first(holder)
+        holder.__dict__["__reduce_ex__"] = CopiedModule(Owner(holder))
     promise_use(model)
-    model.__dict__["__reduce_ex__"] = CopiedModule(Owner(model))
     pool = Pool()
     members: dict[str, list[GroupSlot]] = {}
     blocks: dict[str, str] = {}

@@ -315,9 +315,17 @@ MUTANTS = (
     mutant(
         "kernel-of-experts-numbers-of-32-bits",
         "cuda/kernels/window_experts.cu",
-        "wide ? ((const u64*)ids)[i] : ((const u32*)ids)[i]",
-        "((const u64*)ids)[i]",
+        "wide ? ((const long long*)ids)[i] : ((const int*)ids)[i]",
+        "((const long long*)ids)[i]",
         "numbers of 32 bits are read two at a time",
+        "unit/test_expert_kernels.py",
+    ),
+    mutant(
+        "kernel-of-experts-takes-no-padding",
+        "cuda/kernels/window_experts.cu",
+        "return id < 0 ? experts : (u32)id;",
+        "return (u32)id;",
+        "a row that vLLM marks as padding by -1 reads places that are no expert's",
         "unit/test_expert_kernels.py",
     ),
     mutant(
