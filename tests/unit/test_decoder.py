@@ -268,7 +268,8 @@ def test_what_the_processor_decodes_for_a_device_is_put_there(card: Card) -> Non
 def test_of_sources_that_are_decoded_together_one_leads(turned: bool) -> None:
     """What streams knows what is on the device, too."""
     low, high = (
-        SimpleNamespace(lead=lead, together=lambda items, lead=lead: (lead, items)) for lead in (0, 1)
+        SimpleNamespace(lead=lead, device=None, together=lambda items, lead=lead: (lead, items))
+        for lead in (0, 1)
     )
     items: Any = [(high, 0), (low, 512)] if turned else [(low, 0), (high, 512)]
     found: Any = source_of.decoder(items)

@@ -21,7 +21,7 @@ from tpde.weights.launch import capturing
 from tpde.weights.pack_source import packed_again
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.rows import RowReader
-from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
+from tpde.weights.source import Decoder, RowsDecoder, Source, decoder, require_on
 from tpde.weights.span import Span
 
 _STRIP_BYTES = 64 << 20  # of a matrix, compared at a time
@@ -99,7 +99,7 @@ class Changed(Source):
         found = None if name is None else self.variants.get(name)
         return Variant(self.base) if found is None else found
 
-    def _starts(self) -> list[Source]:
+    def starts(self) -> list[Source]:
         """All that it is decoded from, each once."""
         own = [it.start for it in self.variants.values() if it.start is not self.base]
         return [self.base, *own]
@@ -121,22 +121,24 @@ class Changed(Source):
 
     def check(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Raise what `apply` would."""
-        for source in self._starts():
+        for source in self.starts():
             source.check(fn)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Take the same bytes where a function moves them: see `Source.apply`."""
         self.check(fn)
-        before = [source.version for source in self._starts()]
-        for source in self._starts():
-            source.apply(fn)
         moved = {
             name: Variant(it.start, tuple(change.moved(fn) for change in it.changes))
             for name, it in self.variants.items()
         }
-        if moved != self.variants or before != [source.version for source in self._starts()]:
-            self.variants = moved
-            self.version += 1
+        before = [source.version for source in self.starts()]
+        try:
+            for source in self.starts():
+                source.apply(fn)
+        finally:  # some may be elsewhere by now
+            if moved != self.variants or before != [source.version for source in self.starts()]:
+                self.variants = moved
+                self.version += 1
 
     def check_load(self, other: Source) -> None:
         """Raise what `load` would: deltas to choose from are on this blob, and on no other."""
@@ -266,6 +268,7 @@ class ChangedDecoder:
         self._active_delta = next(it.active_delta for it, _ in items if isinstance(it, Changed))
         mine = [it for it, _ in items if isinstance(it, Changed) and it.active_delta is self._active_delta]
         self._device = mine[0].device
+        require_on(self._device, (start for it in mine for start in it.starts()))
         bases = [(self._as(it, None).start, at) for it, at in items]
         self._base = decoder(bases)
         self._named: dict[str, tuple[Decoder, list[Decoder]]] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, ChangeModel, Sparse, chunk_count
 from tpde.codec.native import Bytes
 from tpde.cuda import backend
+from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
 from tpde.frameworks import on_device, stream_of
@@ -223,6 +224,11 @@ def changing(pieces: Sequence[CodedPiece], device: torch.device) -> list[Decoder
         Their words; none may overlap.
     device : torch.device
         Where the changes are, and the buffer will be.
+
+    Raises
+    ------
+    InvalidInput
+        If changes are elsewhere, and kernels would read them.
     """
     if not by_kernels(device):
 
@@ -232,6 +238,12 @@ def changing(pieces: Sequence[CodedPiece], device: torch.device) -> list[Decoder
                 it.change.apply_on_host(words[it.at : it.at + it.words * it.change.word_bytes], it.first)
 
         return [change]
+    for it in pieces:
+        if it.change.data.device != device:
+            raise InvalidInput(
+                f"a delta's changes are on {it.change.data.device}, the weight that they change on {device}",
+                hint="move the whole model to one device",
+            )
     made: list[Decoder] = []
     for members in _by_coding(pieces).values():
         most = _SCRATCH_BYTES // (2 * (2 + members[0].change.word_bytes))

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from tpde.codec.registry import Gpu
-from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice
+from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.weights.launch import DecodeLaunch, Launch, capturing
-from tpde.weights.source import Source
+from tpde.weights.source import Source, require_on
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,12 +72,7 @@ class Materializer:
 
     def __init__(self, items: Sequence[tuple[Source, int]], device: torch.device) -> None:
         self.items, self.device = tuple(items), device
-        for packed, _ in items:
-            if packed.device != device:
-                raise InvalidInput(
-                    f"`{packed.name}` is on {packed.device}, the weights decoded with it on {device}",
-                    hint="move the whole block to one device",
-                )
+        require_on(device, (packed for packed, _ in items))
         self._fills: list[tuple[Source, int]] = []
         self._others: list[tuple[Source, int, _Frames | None]] = []
         self._names: list[str] = []

@@ -14,7 +14,7 @@ from tpde.cuda.window_experts import DeviceExperts
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 from tpde.weights.launch import on_device, stream_handle, upload
-from tpde.weights.source import Source
+from tpde.weights.source import Source, require_on
 from tpde.weights.span import Span
 from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
@@ -48,6 +48,7 @@ class Experts:
     def __init__(self, parts: list[tuple[Source, int]], shape: torch.Size, name: str) -> None:
         first = parts[0][0]
         self.parts, self.dtype, self.device = parts, first.dtype, first.device
+        require_on(self.device, (source for source, _ in parts))
         self.nbytes = sum(source.nbytes for source, _ in parts)
         self._name, self._shape = name, shape
         self._count, rows, columns = shape

@@ -42,9 +42,7 @@ class PackedTensor:
     ----------
     parts : list of (Source, int)
         The sources with their byte offsets in the weight.
-    dtype, shape : torch.dtype, torch.Size
-        Of the weight.
-    nbytes : int
+    dtype, shape, nbytes : torch.dtype, torch.Size, int
         Of the weight, plain.
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
@@ -162,9 +160,11 @@ class PackedTensor:
             If they cannot be moved, or would be changed.
         """
         self.check(fn)
-        for source in self.sources:
-            source.apply(fn)
-        self.refresh()
+        try:
+            for source in self.sources:
+                source.apply(fn)
+        finally:  # some may be elsewhere by now
+            self.refresh()
 
     def check_load(self, other: PackedTensor) -> None:
         """Raise what `load` would.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
-from tpde.errors import Corrupt
+from tpde.errors import Corrupt, InvalidInput
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader, align
 from tpde.frameworks import torch_dtype, torch_shape
@@ -283,6 +283,22 @@ class Source(ABC):
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
 
 
+def require_on(device: torch.device, sources: Iterable[Source]) -> None:
+    """Refuse to decode sources to a device if one is elsewhere, as after a move that failed halfway.
+
+    Raises
+    ------
+    InvalidInput
+        Naming it.
+    """
+    for source in sources:
+        if source.device != device:
+            raise InvalidInput(
+                f"`{source.name}` is on {source.device}, the weights decoded with it on {device}",
+                hint="move the whole block to one device",
+            )
+
+
 def decoder(items: Sequence[tuple[Source, int]]) -> Decoder:
     """What rebuilds sources, each at its byte offset, into a buffer on their device.
 
@@ -291,6 +307,7 @@ def decoder(items: Sequence[tuple[Source, int]]) -> Decoder:
     InvalidInput
         If they are on several devices.
     """
+    require_on(items[0][0].device, (source for source, _ in items))
     lead = max((source for source, _ in items), key=lambda source: source.lead)
     return lead.together(items)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpde.codec.native import Bytes
 from tpde.format.blob_header import align
-from tpde.weights.source import ALIGN, Decoder, Source
+from tpde.weights.source import ALIGN, Decoder, Source, require_on
 
 PIECE_BYTES = 16 << 20  # decoded at a time on the way elsewhere; malloc keeps up to 32 MiB for the next
 
@@ -124,8 +124,10 @@ class Span(Generic[T]):
         return covering(self.tensor.parts, self.begin, self.end)
 
     def decoders(self: Span[P], at: int) -> list[Decoder]:
-        """What decodes its chunks to a buffer, its own first byte to byte `at`."""
-        return [it.source.chunks(it.first, it.last, it.offset - self.begin + at) for it in self.chunks()]
+        """What decodes its chunks to a buffer on the weight's device, its own first byte to byte `at`."""
+        ranges = self.chunks()
+        require_on(self.tensor.device, (it.source for it in ranges))
+        return [it.source.chunks(it.first, it.last, it.offset - self.begin + at) for it in ranges]
 
     def decoded(self: Span[P], room: int = 0) -> Tensor:
         """Its bytes, in memory of their own of at least `room` bytes, at an address as round as in it.

@@ -119,13 +119,11 @@ class Windowed(WindowSource):
         made = windowing.encode(matrix, int(most * matrix.nbytes), room, spare=spare)
         return None if made is None else cls(made.blob, name, made.window, prepared=prepared)
 
-    def _place(self, blob: Tensor) -> None:
-        super()._place(blob)
-        self._there: DeviceWindow | None = None
-        if blob.is_cuda:
-            self._there = DeviceWindow(self.window, self._address, blob.device.index)
-        if self._prepared:
-            self.prepare()
+    def _tell(self, blob: Tensor) -> None:
+        there = DeviceWindow(self.window, blob.data_ptr(), blob.device.index) if blob.is_cuda else None
+        if there is not None and self._prepared:
+            there.prepare()
+        self._there = there
         self.key = ops.register(self)  # the one before stays valid: what moves has the same values
 
     def prepare(self) -> None:

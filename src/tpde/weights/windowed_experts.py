@@ -101,17 +101,18 @@ class WindowedExperts(WindowSource):
             return None
         return cls(made.blob, name, made.stack, prepared=prepared)
 
-    def _place(self, blob: Tensor) -> None:
-        super()._place(blob)
-        self._there: DeviceExperts | None = None
+    def _tell(self, blob: Tensor) -> None:
+        there: DeviceExperts | None = None
+        table: Tensor | None = None
         if blob.is_cuda:
-            stack = self.stack
-            matrices = [(it, self._address + at) for it, at in zip(stack.windows, stack.starts, strict=True)]
-            self._there = DeviceExperts(matrices, len(matrices), stack.turned, blob.device.index)
-            self._table = upload(self._there.table.view(np.uint8).reshape(-1), blob.device)
-            self._there.table_at = self._table.data_ptr()
+            stack, at = self.stack, blob.data_ptr()
+            matrices = [(it, at + start) for it, start in zip(stack.windows, stack.starts, strict=True)]
+            there = DeviceExperts(matrices, len(matrices), stack.turned, blob.device.index)
+            table = upload(there.table.view(np.uint8).reshape(-1), blob.device)
+            there.table_at = table.data_ptr()
             if self._prepared:
-                self._there.prepare()
+                there.prepare()
+        self._there, self._table = there, table
 
     @property
     def there(self) -> DeviceExperts | None:

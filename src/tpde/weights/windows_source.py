@@ -55,12 +55,17 @@ class WindowSource(Source):
             )
 
     def _place(self, blob: Tensor) -> None:
-        """Be elsewhere, or another blob; a subclass tells the device."""
+        """Be elsewhere, or another blob."""
         if blob.is_cuda and blob.data_ptr() % _ALIGN:
             blob = blob.clone()
+        self._tell(blob)  # it may lack memory: then all is as before
         self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
         self.recorded = False
         self.version += 1
+
+    @abstractmethod
+    def _tell(self, blob: Tensor) -> None:
+        """Have what launches kernels for a blob, where it is on a GPU."""
 
     @property
     def device(self) -> torch.device:
