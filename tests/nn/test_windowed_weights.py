@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -9,14 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated import windows_on_cpu  # noqa: F401
 from support.fused import weights
 from support.models import assert_same_bits
+from support.parameters import draw, packed
 from support.small import IDS, Model, torch
+from support.window_encoding import room
 
 import tpde
 from tpde.codec import window_plan, windows
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated
 from tpde.nn import PackedParameter, PackedTensor, pack_module, plain_state_dict, set_kernels
+from tpde.weights import windowed
 from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.windowed import Windowed
 
@@ -157,3 +163,27 @@ def test_parts(shape: tuple[int, int]) -> None:
         assert torch.equal(packed.span(begin, end).decoded(), flat[begin:end])
     ids = torch.randint(0, shape[0], (4, 3))
     assert_same_bits(packed.rows(ids), words[ids])
+
+
+@pytest.mark.parametrize("bias", [draw(96)[::2], draw(1).expand(48), draw(48)])
+def test_a_bias_is_there_until_it_is_read(bias: Any, windows_on_cpu: None, monkeypatch: Any) -> None:  # noqa: F811
+    """What is not contiguous is copied, and its copy's memory not given to others before."""
+    matrix, x = draw(48, 512), draw(3, 512, seed=1)
+    source = Windowed.of(packed(matrix).packed.sources[0], 9)
+    assert source is not None
+    memory = room(source.memory.numel(), 128, 0)
+    memory[:] = source.memory.numpy()
+    taken: list[Any] = []
+
+    class There(DeviceWindow):
+        def room(self, count: int) -> int:
+            taken.extend(torch.full((48,), torch.nan, dtype=torch.bfloat16) for _ in range(9))
+            return super().room(count)
+
+    source._there = There(source.window, memory.ctypes.data, 0)
+    monkeypatch.setattr(windowed, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(windowed, "stream_handle", lambda device: 0)
+    found = source.product(x, bias, False)
+    assert taken
+    assert_same_bits(found, source.product(x, bias.clone().contiguous(), False))
+    assert not found.isnan().any()

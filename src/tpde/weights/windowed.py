@@ -285,7 +285,8 @@ class Windowed(WindowSource):
             padded[..., : self._columns] = x.detach()
             x, at = padded, padded.data_ptr()
         out = x.new_empty((*x.shape[:-1], rows))
-        to, added = out.data_ptr(), 0 if bias is None else bias.contiguous().data_ptr()
+        bias = None if bias is None else bias.contiguous()  # held until the kernel is queued, if it is a copy
+        to, added = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         with on_device(self._device):
             needed = there.room(count)
             room = x.new_empty(needed, dtype=torch.uint8) if needed else None
