@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from support.models import assert_same_bits
 from support.parameters import DTYPES, draw, packed
+from support.row_tunes import Tunes
 from support.small import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import PackedParameter, PackedTensor, pack_tensor
+from tpde.weights.windowed import Windowed
 
 
 def conv(dimensions: int, memory_format: Any, trained: bool) -> tuple[Any, PackedParameter]:
@@ -110,11 +113,13 @@ def test_devices_are_told_apart(weight: Any, monkeypatch: pytest.MonkeyPatch) ->
     ours, seen = packed(weight), list[Any]()
 
     class Blob:
-        def to(self, device: Any) -> None:
+        def to(self, device: Any, copy: bool) -> None:
+            assert copy
             seen.append(torch.device(device))
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(PackedTensor, "apply", lambda self, fn: fn(Blob()))
+    monkeypatch.setattr(PackedTensor, "check", lambda self, fn: fn(Blob()))
+    monkeypatch.setattr(PackedTensor, "clone", lambda self, fn: self)
     for work in (
         lambda: ours.to("cuda"),
         lambda: ours.to("cuda:1"),
@@ -126,6 +131,37 @@ def test_devices_are_told_apart(weight: Any, monkeypatch: pytest.MonkeyPatch) ->
     ):
         work()
     assert seen == [torch.device(it) for it in ("cuda", "cuda:1", "cuda:3", "cuda:2", "cuda:1")]
+
+
+@pytest.mark.parametrize("kind", ["codes", "windows", "changed"])
+def test_a_weight_is_moved_by_one_copy(kind: str, weight: Any, tunes: Tunes) -> None:
+    """It stays as it is, and takes no more memory where it is."""
+    ours = packed(weight)
+    if kind == "windows":
+        source = Windowed.of(ours.packed.sources[0], 9)
+        assert source is not None
+        ours = PackedParameter(PackedTensor(source))
+    elif kind == "changed":
+        tunes.packed.use("math")
+        ours = tunes.packed.blocks[0].up.weight
+    plain, before = ours.packed.decoded(), ours.packed.sources[0].memory
+    made: list[tuple[Any, int]] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) and len(found) > 16:
+                made.append((func, found.data_ptr()))
+            return found
+
+    with Noted():
+        there = ours.to(torch.device("cpu", 0))  # another device than `cpu`, for PyTorch
+    assert {func for func, _ in made} == {torch.ops.aten._to_copy.default}
+    assert len({at for _, at in made}) == len(made) == 1 + (kind == "changed")
+    assert ours.packed.sources[0].memory is before
+    assert there.packed.sources[0].memory.data_ptr() == made[0][1]
+    assert_same_bits(there.packed.decoded(), plain)
+    assert_same_bits(ours.packed.decoded(), plain)
 
 
 def test_tensors_are_made_like_it(weight: Any) -> None:

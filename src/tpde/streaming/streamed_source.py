@@ -145,7 +145,7 @@ class Streamed(Source):
         """Refuse."""
         raise _stays(self.name, "to copy, pickle or save it")
 
-    def clone(self) -> Source:
+    def clone(self, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Source:
         """Refuse."""
         raise _stays(self.name, "to copy, pickle or save it")
 

@@ -163,13 +163,13 @@ class Changed(Source):
         now = self.now()
         return self.blob if now.changes else now.start.stored()
 
-    def clone(self) -> Source:
+    def clone(self, copy: Callable[[Tensor], Tensor] = torch.clone) -> Source:
         """What is decoded now, in memory of its own, which goes by no name any longer."""
         now = self.now()
-        start = now.start.clone()
+        start = now.start.clone(copy)
         if not now.changes:
             return start
-        changes = tuple(it.moved(torch.clone) for it in now.changes)
+        changes = tuple(it.moved(copy) for it in now.changes)
         return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)
 
     def require_restorable(self) -> None:

@@ -50,10 +50,12 @@ def moved(
         there = False
     if there and not copies:
         return cast(Tensor, weight)
-    made = packed.clone()
-    if not there:
-        made.apply(lambda blob: blob.to(device))
-    return weight.like(made)
+
+    def copy(blob: Tensor) -> Tensor:
+        return blob.clone() if there else blob.to(device, copy=True)
+
+    packed.check(copy)
+    return weight.like(packed.clone(copy))
 
 
 def cpu(func: object, weight: Movable, **kwargs: object) -> Tensor:

@@ -239,9 +239,9 @@ class PackedTensor:
         self._decoder: Decoder | None = None
         self._rows: RowsDecoder | None = None
 
-    def clone(self) -> PackedTensor:
-        """The same in memory of its own."""
-        made = PackedTensor([source.clone() for source in self.sources], self.shape, self.name)
+    def clone(self, copy: Callable[[Tensor], Tensor] = torch.clone) -> PackedTensor:
+        """The same in memory of its own: see `Source.clone`."""
+        made = PackedTensor([source.clone(copy) for source in self.sources], self.shape, self.name)
         made.tile_bytes = self.tile_bytes
         return made
 

@@ -133,9 +133,9 @@ class Resident(Source):
         blob = self._blob
         return blob.clone() if blob.untyped_storage().nbytes() > blob.numel() else blob
 
-    def clone(self) -> Resident:
-        """The same in memory of its own."""
-        return Resident(self._blob.clone(), self.name)
+    def clone(self, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Resident:
+        """The same in memory of its own: see `Source.clone`."""
+        return Resident(copy(self._blob), self.name)
 
     def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
         """What rebuilds resident sources with one launch."""

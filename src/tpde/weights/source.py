@@ -194,8 +194,8 @@ class Source(ABC):
         return self.stored()
 
     @abstractmethod
-    def clone(self) -> Source:
-        """The same in memory of its own.
+    def clone(self, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Source:
+        """The same in memory of its own, which a function copies bytes to, maybe of another device.
 
         Raises
         ------

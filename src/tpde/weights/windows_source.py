@@ -161,9 +161,9 @@ class WindowSource(Source):
         blob = self._blob
         return blob.clone() if blob.untyped_storage().nbytes() > blob.numel() else blob
 
-    def clone(self) -> Self:
-        """The same in memory of its own."""
-        return self._like(self._blob.clone())
+    def clone(self, copy: Callable[[Tensor], Tensor] = torch.clone) -> Self:
+        """The same in memory of its own: see `Source.clone`."""
+        return self._like(copy(self._blob))
 
     # ---- decoding ----
 
