@@ -50,9 +50,9 @@ MUTANTS = (
     ),
     mutant(
         "weights-of-two-devices-together",
-        "weights/decoder.py",
-        "            if packed.device != device:\n",
-        "            if packed.device.type != device.type:\n",
+        "weights/source.py",
+        "        if source.device != device:\n",
+        "        if source.device.type != device.type:\n",
         "a weight on another device is decoded with its neighbours",
         "unit/test_rows.py",
     ),

@@ -122,10 +122,18 @@ MUTANTS = (
     mutant(
         "moving-shares-the-blob",
         "weights/moves.py",
-        "    made = packed.clone()\n    if not there:\n",
-        "    made = packed\n    if not there:\n",
+        "        return blob.clone() if there else blob.to(device, copy=True)\n",
+        "        return blob if there else blob.to(device, copy=True)\n",
         "`weight.to(copy=True)` is the weight itself",
         _LOADING,
+    ),
+    mutant(
+        "half-a-move-is-told-to-nobody",
+        "weights/packed_tensor.py",
+        "        finally:  # some may be elsewhere by now\n            self.refresh()\n",
+        "        finally:\n            pass\n        self.refresh()\n",
+        "after a move that failed halfway, memory that was given back is decoded",
+        "nn/test_half_moves.py",
     ),
     mutant(
         "spans-have-one-chunk-too-many",
