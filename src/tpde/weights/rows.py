@@ -56,7 +56,8 @@ class RowReader:
         RuntimeError
             If `ids` are not integers on the matrix's device.
         IndexError
-            On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
+            On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does; of
+            a matrix whose words are all the same, it reads no numbers, and any stands for a row.
         Corrupt
             Naming tensor and chunk. Of rows that a GPU reads in the host's memory, what was damaged after the
             first use is reported at the next one.
