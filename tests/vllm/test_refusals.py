@@ -53,7 +53,10 @@ def overrides(**said: Any) -> dict[str, Any]:
             InvalidInput,
             "`head_dtype` asks for a head in float32",
         ),
-        (TPDE | {"load_format": "sharded_state"}, InvalidInput, "sharded_state"),
+        *(
+            (TPDE | {"load_format": it}, InvalidInput, f"`--load-format {it}` brings weights in a way")
+            for it in ("sharded_state", "pt", "npcache", "mistral", "instanttensor", "runai_streamer")
+        ),
         (
             kernels("fused") | {"quantization_config": {"linear": "fp8_per_tensor"}},
             InvalidInput,
@@ -197,7 +200,7 @@ def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) 
     )
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-    refusals.check(of_files=False)
+    refusals.check()
     assert model.sleep_mode_backend == "tpde"
 
 

@@ -43,9 +43,10 @@ def test_a_tensor_of_two_files(models: Models, name: str, tmp_path: Path) -> Non
         engine(tmp_path / "model", **TPDE)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("name", ["llama", "experts"])
-def test_saving_what_is_in_memory(models: Models, name: str, tmp_path: Path) -> None:
-    llm = engine(models[name], **TPDE)
+def test_saving_what_is_in_memory(models: Models, name: str, load_format: str, tmp_path: Path) -> None:
+    llm = engine(models[name], load_format=load_format, **TPDE)
     before = generate(llm)
     with pytest.raises(PackedWeight, match="is packed, and vLLM was asked for the model's tensors"):
         llm.collective_rpc("save_sharded_state", kwargs={"path": str(tmp_path)})

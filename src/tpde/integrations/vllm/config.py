@@ -42,8 +42,6 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     ----------
     report : LoadReport
         What was gained so far, in this process.
-    of_files : bool
-        Whether the model's files are packed.
     """
 
     def __init__(self, kernels: str = "fused", version: int = VERSION, source: Any = None) -> None:
@@ -53,7 +51,6 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from tpde.nn.kernels import check_kernels
 
         PackedConfig(version, source)
-        self.of_files = False
         self.kernels = check_kernels(kernels)
         self.report = LoadReport(self.kernels)
         self._room = Room()
@@ -105,9 +102,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
                 where="quantization_config",
                 found=unknown[0],
             )
-        made = cls(**{key: value for key, value in config.items() if key != "quant_method"})
-        made.of_files = "version" in config
-        return made
+        return cls(**{key: value for key, value in config.items() if key != "quant_method"})
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -132,7 +127,6 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
             raise refusals.quantized(said)
         if said is not None:
             PackedConfig(**said)
-            self.of_files = "version" in said
         if not getattr(hf_config, "tie_word_embeddings", False):
             return
         if not internals.unties_heads():
@@ -161,7 +155,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         # Of attention vLLM asks again when weights are reloaded, and 0.26 sets no configuration for that.
         if not isinstance(layer, LinearBase | VocabParallelEmbedding | internals.RoutedExperts):
             return None
-        refusals.check(self.of_files)
+        refusals.check()
         invariant = self.kernels == "fused" and internals.is_batch_invariant()
         if invariant and isinstance(layer, RowParallelLinear):
             return WholeRowsMethod(self.report, prefix)

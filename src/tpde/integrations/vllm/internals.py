@@ -46,7 +46,7 @@ __all__ = [
     "initialize_online_processing",
 ]
 
-# By these, vLLM's default loader reads safetensors files; `refusals` refuses others for packed ones.
+# By these, vLLM's default loader reads files of checkpoints, and `loader` in its place; others are refused.
 FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
 
 # Names in vLLM, each with what does not work without it.

@@ -12,13 +12,8 @@ from tpde.integrations.vllm import internals, sleep_mode
 from tpde.integrations.vllm.report import log
 
 
-def check(of_files: bool) -> None:
+def check() -> None:
     """Refuse what vLLM was asked for beside packed weights and does not work; see to it later for sleep.
-
-    Parameters
-    ----------
-    of_files : bool
-        Whether the model's files are packed.
 
     Raises
     ------
@@ -43,20 +38,14 @@ def check(of_files: bool) -> None:
     sleep_mode.choose(config.model_config)
     _check_head(config.model_config)
     load_format = config.load_config.load_format
-    if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
+    if load_format not in (METHOD, "dummy", *internals.FORMATS):
         raise InvalidInput(
-            f"`--load-format {load_format}` brings weights as vLLM has them in memory, and "
-            "packed ones are made of those of checkpoints",
-            hint="load safetensors files: leave `--load-format` out",
+            f"`--load-format {load_format}` brings weights in a way of its own, which neither packs nor "
+            "decodes them; vLLM takes `runai_streamer` for models of object storage",
+            hint="serve files of a folder or of the hub, and leave `--load-format` out",
             where="load_format",
             found=load_format,
-        )
-    if of_files and load_format not in (METHOD, "dummy", *internals.FORMATS):
-        raise InvalidInput(
-            f"`--load-format {load_format}` reads files in a way of its own, which decodes no packed ones",
-            hint="leave `--load-format` out",
-            where="load_format",
-            found=load_format,
+            needed="auto",
         )
 
 
