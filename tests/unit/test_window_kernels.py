@@ -21,7 +21,8 @@ from tpde.cuda import window_encode
 from tpde.cuda.window_encode import Matrix, WindowEncoder
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import Corrupt, InvalidInput
-from tpde.weights import window_stacking, windowing
+from tpde.weights import encode_launches, window_stacking, windowing
+from tpde.weights.windowed_experts import WindowedExperts
 
 SHAPES = ((1, 1), (9, 40), (17, 5), (33, 70), (16, 256), (100, 384), (48, 1100), (1, 5000), (40, 264))
 
@@ -119,9 +120,8 @@ def on_a_device(words: np.ndarray) -> Any:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a device is the CPU's, at addresses that kernels take."""
-    for module in (windowing, window_stacking):
-        monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(module, "stream_handle", lambda device: 0)
+    monkeypatch.setattr(encode_launches, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(encode_launches, "stream_handle", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=bool))
     empty = torch.empty
     monkeypatch.setattr(
@@ -180,8 +180,31 @@ def test_other_experts_where_kernels_read() -> None:
     assert found.starts == made.stack.starts
     for window, at, words in zip(found.windows, found.starts, other, strict=True):
         assert_holds(made.blob[at : at + window.nbytes], window, words)
-    every = [on_a_device(MATRICES["every_word"](40, 600))] * 3
-    assert window_stacking.encode_again(every, found, made.blob) is None
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("full", [0, 1, 2])
+def test_experts_are_taken_together_or_not_at_all(full: int) -> None:
+    """One of them has more escapes than there is room for."""
+    first, other = ([weights(40 + at, 600)[at:] for at in range(low, low + 3)] for low in (0, 3))
+    made = window_stacking.encode_together([on_a_device(it) for it in first], spare=True)
+    assert made is not None
+    before = made.blob.clone()
+    source = WindowedExperts(made.blob, "experts", made.stack)
+    version = source.version
+    other[full] = MATRICES["every_word"](40, 600)
+    given = SimpleNamespace(unbind=lambda: [on_a_device(it) for it in other])
+    assert source.renew(given) is False
+    assert torch.equal(made.blob, before)
+    assert (source.stack, source.version) == (made.stack, version)
+    for number, words in enumerate(first):
+        window, at = made.stack.windows[number], made.stack.starts[number]
+        assert_holds(made.blob[at : at + window.nbytes], window, words)
+    other[full] = first[full]
+    assert source.renew(given) is True
+    assert source.version == version + 1
+    for window, at, words in zip(source.stack.windows, source.stack.starts, other, strict=True):
+        assert_holds(made.blob[at : at + window.nbytes], window, words)
 
 
 def test_which_entries_say_an_xor() -> None:

@@ -13,7 +13,7 @@ from tpde.codec.window_stacks import HEAD_BYTES, Stack, head, stacked
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
 from tpde.weights import windowing
-from tpde.weights.launch import on_device, stream_handle
+from tpde.weights.encode_launches import EncodeLaunches
 
 
 class EncodedStack(NamedTuple):
@@ -82,44 +82,24 @@ def without_spare(blob: Tensor, stack: Stack) -> Tensor:
 def encode_again(matrices: Sequence[Tensor], stack: Stack, blob: Tensor) -> Stack | None:
     """Put other matrices where a stack's are: as `tpde.weights.windowing.encode_again`.
 
-    None if there is no room for the escapes of one: those before it have changed.
+    None if there is no room for the escapes of one; then nothing was changed. The host waits as often as for
+    one.
     """
-    found = []
-    for matrix, window, at in zip(matrices, stack.windows, stack.starts, strict=True):
-        made = windowing.encode_again(matrix, window, blob[at : at + window.nbytes])
-        if made is None:
-            return None
-        found.append(made)
-    return stack._replace(windows=tuple(found))
+    first = blob.data_ptr()
+    found = windowing.encode_all_again(matrices, stack.windows, [first + at for at in stack.starts])
+    return None if found is None else stack._replace(windows=tuple(found))
 
 
 def _together_on_gpu(matrices: Sequence[Tensor], turned: bool, spare: bool) -> EncodedStack:
-    from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, SCRATCH_AT, Matrix, WindowEncoder
-
-    device = matrices[0].device
-    assert device.index is not None
-    encoders = [
-        WindowEncoder(Matrix(it.data_ptr(), it.shape[0], it.shape[1], it.stride(0)), device.index)
-        for it in matrices
-    ]
-    with on_device(device):
-        stream = stream_handle(device)
-        each = -(-encoders[0].scratch_bytes // SCRATCH_AT) * SCRATCH_AT
-        scratch = torch.zeros((len(encoders), each), dtype=torch.uint8, device=device)
-        places = [scratch.data_ptr() + each * number for number in range(len(encoders))]
-        for encoder, place in zip(encoders, places, strict=True):
-            encoder.plan(place, stream)
-        counts = scratch[:, :COUNTS_BYTES].cpu().numpy()
-        chosen = [encoder.choose(it) for encoder, it in zip(encoders, counts, strict=True)]
+    with EncodeLaunches(matrices) as launches:
+        both = zip(launches.encoders, launches.counts(), strict=True)
+        chosen = [encoder.choose(counts) for encoder, counts in both]
         if spare:
             chosen = [it._replace(window=windowing.with_spare(it.window)) for it in chosen]
-        said = torch.stack([torch.from_numpy(it.said) for it in chosen]).to(device)
-        scratch[:, SAID_AT : SAID_AT + said.shape[1]].copy_(said)
         stack = stacked([it.window for it in chosen], turned)
         end = stack.starts[-1] + stack.windows[-1].nbytes
-        blob = torch.empty(end, dtype=torch.uint8, device=device)
+        blob = torch.empty(end, dtype=torch.uint8, device=matrices[0].device)
         blob[:HEAD_BYTES].copy_(torch.from_numpy(head(len(chosen), turned)))
-        for encoder, it, place, at in zip(encoders, chosen, places, stack.starts, strict=True):
-            encoder.encode(it, place, blob.data_ptr() + at, stream)
-        torch.cuda.current_stream(device).synchronize()  # as for one
+        first = blob.data_ptr()
+        launches.encode(chosen, [first + at for at in stack.starts])
     return EncodedStack(blob, stack)

@@ -134,7 +134,7 @@ class WindowedExperts(WindowSource):
         return made
 
     def renew(self, plain: Tensor) -> bool:
-        """Take others: see `WindowSource.renew`. Those before one without room have changed."""
+        """Take others: see `WindowSource.renew`. Without room for one of them, nothing changes."""
         assert not self.stack.turned
         made = window_stacking.encode_again(plain.unbind(), self.stack, self._blob)
         if made is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,14 +12,11 @@ from torch import Tensor
 from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes
 from tpde.codec.windows import FLAG_ZERO, Window
-from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
+from tpde.cuda.window_encode import ChosenWindow
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
-from tpde.weights.launch import on_device, stream_handle, upload
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from tpde.weights.encode_launches import EncodeLaunches
 
 _ALIGN = 128  # of sections, windows.md 5.2
 _SPARE = 1024  # entries
@@ -121,58 +119,40 @@ def encode_again(matrix: Tensor, window: Window, blob: Tensor) -> Window | None:
     -----
     Flag and table are the blob's, so that there may be more entries than a blob of its own would have.
     """
-    with _Launches(matrix) as launches:
-        counts = launches.counts().view(np.uint64).reshape(2, 128)[window.flags & FLAG_ZERO]
-        said = window_plan.said_by(window.table)
-        entries = sum(int(it) * int(bits).bit_count() for it, bits in zip(counts, said, strict=True))
-        if 2 * entries > window.bodies_at - window.entries_at:
+    found = encode_all_again([matrix], [window], [blob.data_ptr()])
+    return None if found is None else found[0]
+
+
+def encode_all_again(
+    matrices: Sequence[Tensor], held: Sequence[Window], blobs: Sequence[int]
+) -> list[Window] | None:
+    """Put others of one shape where blobs are, all of them or none: as `encode_again`, of their addresses."""
+    with EncodeLaunches(matrices) as launches:
+        both = zip(held, launches.counts(), strict=True)
+        chosen = [it for it in (_again(*one) for one in both) if it is not None]
+        if len(chosen) < len(held):
             return None
-        found = window._replace(entries=entries)
-        launches.encode(ChosenWindow(found, said.view(np.uint8)), blob)
-    return found
+        launches.encode(chosen, blobs)
+    return [it.window for it in chosen]
 
 
-class _Launches:
-    """What encodes a matrix on its GPU, on the current stream; at the end, the host waits for all of it."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        assert matrix.device.index is not None
-        self._matrix, self._device = matrix, matrix.device
-        rows, columns = matrix.shape
-        at = Matrix(matrix.data_ptr(), rows, columns, matrix.stride(0))
-        self.encoder = WindowEncoder(at, matrix.device.index)
-        self._on = on_device(self._device)
-
-    def __enter__(self) -> Self:
-        self._on.__enter__()
-        self._stream = stream_handle(self._device)
-        self._scratch = torch.zeros(self.encoder.scratch_bytes, dtype=torch.uint8, device=self._device)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # A product may start while what comes before it in the stream ends, and reads the matrix at once.
-        torch.cuda.current_stream(self._device).synchronize()
-        self._on.__exit__(None, None, None)
-
-    def counts(self) -> Bytes:
-        """How many escapes have each XOR."""
-        self.encoder.plan(self._scratch.data_ptr(), self._stream)
-        return self._scratch[:COUNTS_BYTES].cpu().numpy()
-
-    def encode(self, chosen: ChosenWindow, blob: Tensor) -> None:
-        """Write the blob."""
-        said = upload(chosen.said, self._device)
-        self._scratch[SAID_AT : SAID_AT + said.numel()].copy_(said)
-        self.encoder.encode(chosen, self._scratch.data_ptr(), blob.data_ptr(), self._stream)
+def _again(window: Window, counts: Bytes) -> ChosenWindow | None:
+    """What a blob holds with other words, going by their escapes; None if it has no room for these."""
+    said = window_plan.said_by(window.table)
+    each = counts.view(np.uint64).reshape(2, 128)[window.flags & FLAG_ZERO]
+    entries = sum(int(it) * int(bits).bit_count() for it, bits in zip(each, said, strict=True))
+    if 2 * entries > window.bodies_at - window.entries_at:
+        return None
+    return ChosenWindow(window._replace(entries=entries), said.view(np.uint8))
 
 
 def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None, spare: bool) -> EncodedWindow | None:
-    with _Launches(matrix) as launches:
-        chosen = launches.encoder.choose(launches.counts())
+    with EncodeLaunches([matrix]) as launches:
+        chosen = launches.encoders[0].choose(launches.counts())
         if spare:
             chosen = chosen._replace(window=with_spare(chosen.window))
         if most is not None and chosen.window.nbytes > most:
             return None
         blob = _blob(chosen.window.nbytes, matrix.device, room)
-        launches.encode(chosen, blob)
+        launches.encode([chosen], [blob.data_ptr()])
     return EncodedWindow(blob, chosen.window)
