@@ -256,10 +256,10 @@ def test_offloading_that_does_not_work(
     for module in (refusals, internals):
         monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     if text is None:
-        refusals.check(of_files=False)
+        refusals.check()
         return
     with pytest.raises(InvalidInput, match=text):
-        refusals.check(of_files=False)
+        refusals.check()
 
 
 def test_other_values_are_refused(offloading: list[Any]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from tpde.integrations.vllm import internals
+from tpde.integrations.vllm import internals, refusals
+from tpde.integrations.vllm.blob_parameter import BlobParameter
 from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
 from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
 from tpde.integrations.vllm.linear_method import TpdeLinearMethod
@@ -16,6 +17,8 @@ from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 def prepare(model: nn.Module) -> None:
     """Have each packed layer of a model get its values by loaders that pack it when the last has come.
 
+    And have the model refuse to be saved.
+
     Layers got such loaders for their weights when these were created. After that, vLLM gives layers their
     biases, whose names sort before the weights': they would come uncounted, and their layers wait for them
     until all files are read, with decoded weights on the device (of a GPT-2, 86 % of the model). Some models
@@ -23,10 +26,29 @@ def prepare(model: nn.Module) -> None:
     has a loader that counts, vLLM leaves as it is.
     """
     _tie(model)
+    refuse_saving(model)
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, TpdeLinearMethod | TpdeExpertsMethod) and method.uses_meta_device:
             internals.initialize_online_processing(layer)
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Have a model refuse to be saved as it is in memory, if it has packed weights by then."""
+    model.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
+
+
+def _refuse_saving(model: nn.Module, *_: Any) -> None:
+    """Refuse to give the tensors of a model with packed weights, as `save_sharded_state` asks for them.
+
+    Raises
+    ------
+    PackedWeight
+        If it has some.
+    """
+    for name, it in model.named_parameters():
+        if isinstance(it, BlobParameter):
+            raise refusals.no_saving(name)
 
 
 def _tie(model: nn.Module) -> None:

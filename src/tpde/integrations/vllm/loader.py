@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import LoadConfig
-from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader, register_model_loader
 
 from tpde.format.constants import METHOD, SUFFIX
 from tpde.integrations.vllm import internals, refusals
@@ -121,6 +121,7 @@ def register() -> None:
         with internals.no_warnings_of_loaders():
             for load_format in (METHOD, *internals.FORMATS):
                 register_model_loader(load_format)(TpdeModelLoader)
+            register_model_loader("dummy")(TpdeDummyLoader)
 
 
 class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -147,3 +148,15 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """All tensors, those of packed models decoded."""
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
         return each_once(unpacked(weights)) if model_config.quantization == METHOD else weights
+
+
+class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
+    """Gives models random weights as vLLM does, for measuring; there are no files to prepare for."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Fill a model, and have it refuse to be saved if its weights are packed."""
+        super().load_weights(model, model_config)
+        if model_config.quantization == METHOD:  # afterwards: vLLM 0.25 asks for state dicts
+            from tpde.integrations.vllm import before_reading
+
+            before_reading.refuse_saving(model)

@@ -229,25 +229,11 @@ def product_in_parts(packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Te
 
 
 def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> Tensor:
-    """Give a layer a buffer that stands for something held, as long as both live; and have it not saved."""
+    """Give a layer a buffer that stands for something held, as long as both live."""
     handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=device)
     layer.register_buffer(name, handle, persistent=False)
     _held[handle.data_ptr()] = held
-    layer.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
     return handle
-
-
-def _refuse_saving(layer: nn.Module, prefix: str, *_: Any) -> None:
-    """Refuse to give a layer's tensors if some are blobs: `save_sharded_state` asks for those of a model.
-
-    Raises
-    ------
-    PackedWeight
-        Naming the first one.
-    """
-    for name, it in layer.named_parameters(recurse=False):
-        if isinstance(it, BlobParameter):
-            raise refusals.no_saving(prefix + name)
 
 
 def held_by(handle: Tensor) -> Any:
