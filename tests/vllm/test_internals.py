@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.models import torch
+
+from tpde.errors import InvalidInput
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 pytestmark = pytest.mark.quick
 
 
 def find(name: str) -> object:
-    """What a dotted name below `vllm` stands for: an attribute, maybe of a class, of the longest module."""
+    """What a dotted name below `vllm` stands for: an attribute, maybe of a class, of the longest module.
+
+    Of an attribute that a class gives its instances, the name.
+    """
     parts = ["vllm", *name.split(".")]
     for count in range(len(parts), 0, -1):
         try:
@@ -19,23 +27,71 @@ def find(name: str) -> object:
         except ModuleNotFoundError:
             continue
         for part in parts[count:]:
-            found = getattr(found, part)
+            made = getattr(getattr(found, "__init__", None), "__code__", None)
+            found = part if made and part in made.co_names else getattr(found, part)
         return found
     raise AttributeError(name)
 
 
 def test_all_that_is_relied_on_is_there() -> None:
-    from tpde.integrations.vllm.internals import RELIED_ON
+    from vllm.version import __version_tuple__
+
+    from tpde.integrations.vllm.internals import RELIED_ON, SINCE
 
     missing = {}
     for name, breaks in RELIED_ON.items():
+        if __version_tuple__[:2] < SINCE.get(name, (0, 0)):
+            continue
         try:
             find(name)
         except AttributeError:
             missing[name] = breaks
     assert missing == {}
-    with pytest.raises(AttributeError):
-        find("model_executor.utils.nothing_of_this_name")
+    for name in ("utils.nothing_of_this_name", "offloader.prefetch.PrefetchOffloader.nothing"):
+        with pytest.raises(AttributeError):
+            find(f"model_executor.{name}")
+
+
+def test_private_attributes_are_named() -> None:
+    """All that are read of others in `internals`, by their last names."""
+    import ast
+    from pathlib import Path
+
+    from tpde.integrations.vllm import internals
+
+    tree = ast.parse(Path(internals.__file__).read_text())
+    read = {it.attr for it in ast.walk(tree) if isinstance(it, ast.Attribute) and it.attr.startswith("_")}
+    read -= {it for it in read if it.startswith("__")}
+    named = {name.rsplit(".", 1)[-1] for name in internals.RELIED_ON}
+    assert read <= named
+    assert {"_param", "discard", "module_offloaders"} <= named
+
+
+def test_other_names_of_what_moves_weights_are_errors() -> None:
+    """Not a parameter that nothing moves, or plain words that stay on the host."""
+    from tpde.integrations.vllm import internals
+
+    renamed, weight = SimpleNamespace(parameter=None), torch.zeros(1)
+    moving = SimpleNamespace(module_offloaders=[SimpleNamespace(_param_offloaders={"weight": renamed})])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(internals, "get_offloader", lambda: moving)
+        with pytest.raises(AttributeError, match="_param"):
+            internals.mover_of(weight)
+    with pytest.raises(AttributeError, match="_cpu_storage"):
+        internals.forget_plain(renamed)
+
+
+@pytest.mark.parametrize(("version", "name"), [((0, 29, 0), "suspend"), ((0, 31, 0), "discard")])
+def test_sleep_by_other_names_is_refused(version: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.integrations.vllm import internals, sleep_mode
+
+    methods = {"suspend", "discard"} - {name}
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+    monkeypatch.setattr(internals, "__version_tuple__", version)
+    monkeypatch.setattr(internals, "CuMemBackend", type("Sleep", (), dict.fromkeys(methods)))
+    with pytest.raises(InvalidInput, match="sleeps by other names than those that tpde knows"):
+        sleep_mode.choose(config)
+    assert config.sleep_mode_backend == "cumem"
 
 
 def test_no_other_module_names_internals() -> None:

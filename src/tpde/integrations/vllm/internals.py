@@ -34,6 +34,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.version import __version_tuple__
 
 __all__ = [
     "CuMemBackend",
@@ -49,7 +50,7 @@ __all__ = [
 # By these, vLLM's default loader reads files of checkpoints, and `loader` in its place; others are refused.
 FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
 
-# Names in vLLM, each with what does not work without it.
+# Names in vLLM, of attributes of instances, too, each with what does not work without it.
 RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
     "config.ModelConfig.head_dtype": "refusals: heads of another dtype",
@@ -60,6 +61,7 @@ RELIED_ON = {
     "config.PassConfig.fuse_allreduce_rms": "a warning that results depend on the number of GPUs",
     "config.get_current_vllm_config_or_none": "what the KV cache has room for, and CUDA graphs",
     "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
+    "device_allocator.sleep_mode_backend.CuMemBackend.discard": "sleeping",
     "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
     "distributed.tensor_model_parallel_all_gather": "results that do not depend on the number of GPUs",
     "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
@@ -73,14 +75,21 @@ RELIED_ON = {
     "model_executor.layers.quantization.base_config.QuantizeMethodBase.uses_meta_device": "packing by layers",
     "model_executor.model_loader.DefaultModelLoader.get_all_weights": "packed files",
     "model_executor.model_loader.DefaultModelLoader.load_weights": "telling that files lack weights",
+    "model_executor.model_loader.DummyModelLoader.load_weights": "refusing to save random weights",
     "model_executor.model_loader.reload.layerwise.get_layerwise_info": "telling that a layer has no values",
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
-    "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "packed weights in host memory",
+    "model_executor.offloader.prefetch.PrefetchOffloader.module_offloaders": "packed weights in host memory",
+    "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "the same",
+    "model_executor.offloader.prefetch._CpuParamOffloader._cpu_storage": "the same",
+    "model_executor.offloader.prefetch._CpuParamOffloader._param": "the same",
+    "model_executor.offloader.prefetch._ModuleOffloader._param_offloaders": "the same",
     "platforms.current_platform": "exact products in compiled code",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
     "transformers_utils.repo_utils.get_hf_file_to_dict": "refusals, of what `--hf-overrides` hide",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }
+# Versions before which there is nothing of some of these names to rely on.
+SINCE = {"device_allocator.sleep_mode_backend.CuMemBackend.discard": (0, 31)}
 
 
 def load_device() -> torch.device:
@@ -198,8 +207,9 @@ def mover_of(weight: Tensor) -> Any:
     """What copies a parameter from host memory to a buffer before its layer runs; None if vLLM does not."""
     offloaders: Any = getattr(get_offloader(), "module_offloaders", ())
     for it in (it for one in offloaders for it in one._param_offloaders.values()):
+        read = type(it)._param.__get__  # an error if vLLM calls it otherwise, not none of the parameters
         with contextlib.suppress(AttributeError):  # scales of KV caches are gone by then
-            if it._param is weight:
+            if read(it) is weight:
                 return it
     return None
 
@@ -209,7 +219,16 @@ def forget_plain(mover: Any) -> None:
 
     When all layers are loaded, vLLM takes what it moves from the parameter. Until then it would hold both.
     """
-    mover._cpu_storage = None
+    if mover._cpu_storage is not None:  # an error if vLLM calls it otherwise, not one attribute more
+        mover._cpu_storage = None
+
+
+def loses_weights_unheard() -> bool:
+    """Whether this vLLM lacks a method by which sleeping throws memory away: it may have another name."""
+    known = ["suspend"]
+    if __version_tuple__[:2] >= SINCE["device_allocator.sleep_mode_backend.CuMemBackend.discard"]:
+        known.append("discard")
+    return not all(hasattr(CuMemBackend, it) for it in known)
 
 
 def quantizes_again() -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.constants import METHOD
+from tpde.integrations.vllm import internals
 from tpde.integrations.vllm.internals import CuMemBackend, SleepModeBackendFactory
 
 _WEIGHTS = "weights"  # vLLM's tag of all memory that is taken while a model is loaded
@@ -14,10 +15,22 @@ _registered = False
 
 
 def choose(model_config: Any) -> None:
-    """Have a model's workers sleep by `TpdeSleepMode`, where they would by vLLM's own way."""
+    """Have a model's workers sleep by `TpdeSleepMode`, where they would by vLLM's own way.
+
+    Raises
+    ------
+    InvalidInput
+        If `TpdeSleepMode` would not be told that weights are thrown away.
+    """
     global _registered  # noqa: PLW0603 - vLLM refuses a name that comes a second time
     if not model_config.enable_sleep_mode or model_config.sleep_mode_backend != "cumem":
         return
+    if internals.loses_weights_unheard():
+        raise InvalidInput(
+            "this vLLM sleeps by other names than those that tpde knows, and would lose packed weights",
+            hint="leave `--enable-sleep-mode` out, or install a version of vLLM that tpde supports",
+            where="sleep_mode",
+        )
     if not _registered:
         _registered = True
         SleepModeBackendFactory.register_backend(METHOD, __name__, TpdeSleepMode.__name__)
