@@ -62,6 +62,14 @@ def test_vllm_copies_the_blob() -> None:
         lambda w, x: x @ w,
         lambda w, x: torch.nn.functional.linear(x, w),
         lambda w, x: torch.nn.functional.embedding(x.long(), weight=w),
+        lambda w, x: w * 2,
+        lambda w, x: 1 - w,
+        lambda w, x: w.float(),
+        lambda w, x: w.sum(),
+        lambda w, x: torch.norm(w),
+        lambda w, x: torch.einsum("ij,kj->ik", x, w),
+        lambda w, x: torch.addmm(x, x, w),
+        lambda w, x: w.expand(2, -1, -1),
     ],
 )
 def test_it_is_not_taken_apart(take: Callable[..., Any], compiled: bool) -> None:

@@ -12,36 +12,27 @@ from torch.nn import functional
 from tpde.integrations.vllm import refusals
 from tpde.weights.packed_tensor import PackedTensor
 
-# What models do with matrices past their layers. Of a blob these would give bytes, most without a word.
+# What models do with matrices past their layers, by names of `Tensor`, of `torch` and of its `functional`. Of
+# a blob these would give bytes, most without a word.
+_PARTS = (
+    "__getitem__ cat chunk expand flatten flip gather index_select narrow permute repeat reshape roll split "
+    "stack t take transpose unbind unfold view where"
+)
+_PRODUCTS = (
+    "__matmul__ __rmatmul__ addmm addmv baddbmm bilinear bmm dot einsum embedding linear matmul mm mv outer "
+    "tensordot"
+)
+_CASTS = "bfloat16 double float half int long type type_as"
+_NUMBERS = (
+    "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ abs "
+    "add clamp div exp gelu log log_softmax mul neg normalize pow relu sigmoid silu softmax sqrt sub tanh "
+    "true_divide all amax amin any argmax argmin max mean min norm prod sort std sum topk var"
+)
+_NAMES = " ".join((_PARTS, _PRODUCTS, _CASTS, _NUMBERS)).split()
 _TAKEN_APART = (
-    Tensor.__getitem__,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
     Tensor.T.__get__,  # type: ignore[attr-defined]
-    Tensor.chunk,
-    Tensor.float,
-    Tensor.index_select,
-    Tensor.matmul,
-    Tensor.mm,
     Tensor.mT.__get__,  # type: ignore[attr-defined]
-    Tensor.narrow,
-    Tensor.permute,
-    Tensor.reshape,
-    Tensor.split,
-    Tensor.t,
-    Tensor.transpose,
-    Tensor.unbind,
-    Tensor.view,
-    functional.embedding,
-    functional.linear,
-    torch.cat,
-    torch.chunk,
-    torch.index_select,
-    torch.matmul,
-    torch.mm,
-    torch.split,
-    torch.stack,
-    torch.transpose,
+    *(getattr(owner, it) for owner in (Tensor, torch, functional) for it in _NAMES if hasattr(owner, it)),
 )
 
 
@@ -75,7 +66,7 @@ class BlobParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As of any parameter, but for what takes a matrix apart or multiplies it.
+        """As of any parameter, but for what takes a matrix apart, casts it, or computes with it.
 
         Raises
         ------
