@@ -70,9 +70,30 @@ def test_shared_tensors_are_written_once_for_each_name(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == _as_stock(shared, tmp_path / "stock")
 
 
-def test_lightning_checkpoints_give_their_state_dict(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"w": torch.ones(3)}, "epoch": 3}, tmp_path / "x.ckpt")
+def test_a_state_dict_alone_may_be_called_so(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "x.ckpt")
     assert pack(tmp_path / "x.ckpt", tmp_path / "packed").tensors == 1
+
+
+@pytest.mark.parametrize("beside", [{"optimizer_states": [{"m": torch.ones(3)}]}, {"epoch": 3}, {7: 3}])
+def test_what_a_checkpoint_holds_beside_its_weights_is_never_left_out(
+    beside: dict[Any, Any], tmp_path: Path
+) -> None:
+    weights = {"w": torch.ones(3)}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    torch.save(weights, tmp_path / "weights.pt")
+    pack(tmp_path / "weights.pt", tmp_path / "packed")
+    for source in (tmp_path / "x.ckpt", folder / "pytorch_model.bin"):
+        torch.save({"state_dict": weights, **beside}, source)
+        with pytest.raises(InvalidInput, match=f"`{next(iter(beside))}` beside `state_dict`") as caught:
+            verify(tmp_path / "packed", against=source)
+        assert "CheckpointStore" in (caught.value.hint or "")
+    for given in (tmp_path / "x.ckpt", folder):
+        with pytest.raises(InvalidInput, match="beside `state_dict`"):
+            pack(given, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_tensor_may_be_called_state_dict(tmp_path: Path) -> None:

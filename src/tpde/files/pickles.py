@@ -203,6 +203,14 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
     import torch
 
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        other = next((it for it in loaded if it != "state_dict"), None)
+        if other is not None:
+            raise InvalidInput(
+                f"`{path}` holds `{other!s:.200}` beside `state_dict`, and a packed file has tensors only",
+                hint=f'pack the weights alone: `torch.save(torch.load("{path}")["state_dict"], "weights.pt")`; '
+                "`tpde.CheckpointStore` keeps whole checkpoints",
+                where=str(path),
+            )
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not loaded:
         kind = "tensor" if isinstance(loaded, torch.Tensor) else type(loaded).__name__  # not FakeTensor
