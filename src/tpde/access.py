@@ -107,7 +107,7 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """Decode a whole tensor.
 
-        Every chunk's checksum is checked.
+        Every chunk's checksum is checked; of a tensor that is stored plain, its hash.
 
         Raises
         ------
@@ -116,13 +116,17 @@ class safe_open:
         InvalidInput
             If the file is closed.
         Corrupt
-            Naming tensor and chunk, if it is damaged.
+            Naming tensor and chunk, if it is damaged; of one that is stored plain, the tensor.
         """
         data, spec = self._file.read(name, self._threads), self._file.specs[name]
         return self._place(_convert(data, spec, self._framework))
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Open a tensor to be indexed; only the chunks that an index needs are read and decoded."""
+        """Open a tensor to be indexed; only the chunks that an index needs are read and decoded.
+
+        Each of them is checked. A tensor that is stored plain has one hash: parts of it are not checked, all of
+        it is.
+        """
         return TensorSlice(self._file.tensor(name), self._framework, self._threads, self._place)
 
     def _place(self, tensor: Any) -> Any:
@@ -195,8 +199,11 @@ class TensorSlice:
                 hint="ask for whole rows, or for the tensor, and index that",
                 found=spec.dtype,
             )
-        data = np.empty(size // 8, np.uint8)
-        self._tensor.read(first // 8, (first + size) // 8, data, self._threads)
+        if size // 8 == spec.nbytes:
+            data = self._tensor.read_all(self._threads)
+        else:
+            data = np.empty(size // 8, np.uint8)
+            self._tensor.read(first // 8, (first + size) // 8, data, self._threads)
         array = _convert(data, TensorSpec(spec.dtype, tuple(shape)), self._framework)
         return self._place(array[tuple(rest)] if rest else array)
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from support.diffusion import diffusers, noise, packed_folder, same_bits, torch, unet
+from support.plain_damage import damage_plain
 
 import tpde
+from tpde.errors import Corrupt
 from tpde.integrations.diffusers import load
 from tpde.nn import packed_modules
 
@@ -61,3 +63,13 @@ def test_a_component_that_was_packed_in_memory_is_saved_packed(whole: bool, tmp_
     assert all(model.config[name] == value for name, value in plain.config.items())
     model.save_pretrained(tmp_path / "plain")
     assert _is_plain(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("by", [_by_diffusers, lambda folder: load(KIND, folder)])
+def test_damage_in_what_is_stored_plain_is_found(by: Callable[..., Any], tmp_path: Path) -> None:
+    """diffusers reads it from the file by itself."""
+    folder = packed_folder(unet(), tmp_path)
+    (path,) = folder.glob("*.safetensors")
+    name = damage_plain(path, "norm")
+    with pytest.raises(Corrupt, match=name):
+        by(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import checkpoint
 from support.models import VOCAB, inputs, torch
+from support.plain_damage import damage_plain
 
 import tpde
 from tpde.errors import (
@@ -103,6 +104,15 @@ def test_damage(where: str, tmp_path: Path) -> None:
     with torch.no_grad(), pytest.raises(Corrupt) as caught:
         packed(**inputs("llama", 1, 4))
     assert (caught.value.tensor, caught.value.chunk) == (name, 0)
+
+
+def test_damage_in_what_is_stored_plain(tmp_path: Path) -> None:
+    """transformers reads it from the file by itself."""
+    path = checkpoint(tmp_path, "llama").packed / "model.safetensors"
+    name = damage_plain(path, "post_attention_layernorm")
+    with pytest.raises(Corrupt, match=rf"tensor `{name}`: the bytes hash to") as caught:
+        tpde.from_pretrained(path.parent)
+    assert caught.value.tensor == name
 
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.models import assert_same_bits, torch
+from support.plain_damage import damage_plain
 
 from tpde.errors import Corrupt
 from tpde.loading.reading import Reader
@@ -131,3 +134,18 @@ def test_what_is_no_blob(shape: tuple[int, ...]) -> None:
         list(unpacked(iter([("w_tpde", other)])))
     ids = torch.zeros(4, dtype=torch.int64)  # the name of a plain tensor
     assert [name for name, _ in unpacked(iter([("w_tpde", ids)]))] == ["w_tpde"]
+
+
+def test_damage_in_what_is_stored_plain_is_found(models: dict[str, Path], tmp_path: Path) -> None:
+    """vLLM reads it from the file by itself."""
+    from vllm.config import LoadConfig
+
+    from tpde.integrations.vllm.loader import TpdeModelLoader
+
+    folder = tmp_path / "llama"
+    shutil.copytree(models["llama-packed"], folder)
+    name = damage_plain(folder / "model.safetensors", "norm")
+    config = SimpleNamespace(model=str(folder), model_weights="", revision=None, quantization="tpde")
+    loader = TpdeModelLoader(LoadConfig(load_format="safetensors"))
+    with pytest.raises(Corrupt, match=name):
+        list(loader.get_all_weights(config, SimpleNamespace()))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
 
 from tpde.codec.native import Bytes
 from tpde.codec.selection import MIN_BYTES
-from tpde.errors import Corrupt
 from tpde.files.reader import PackedFile
-from tpde.files.tensor_reader import StoredTensor
+from tpde.files.tensor_reader import StoredTensor, check_digest
 
 
 def stream(tensor: StoredTensor, threads: int, take: Callable[[int, Bytes], None]) -> bytes:
@@ -29,16 +28,18 @@ def stream(tensor: StoredTensor, threads: int, take: Callable[[int, Bytes], None
     return hasher.digest()
 
 
-def check_digest(name: str, digest: bytes | None, found: bytes) -> None:
-    """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
-    if digest is not None and found != digest:
-        raise Corrupt(
-            f"tensor `{name}`: the bytes hash to {found.hex()}, {digest.hex()} was packed",
-            hint="the file is damaged, fetch it again",
-            tensor=name,
-            found=found.hex(),
-            needed=digest.hex(),
-        )
+def check_plain(packed: PackedFile, names: Iterable[str]) -> None:
+    """Check tensors that are stored as they are, which something else reads from the file.
+
+    Raises
+    ------
+    Corrupt
+        Naming the first that is not what was packed.
+    """
+    for name in names:
+        digest = packed.digest(name)
+        if digest is not None:
+            check_digest(name, digest, stream(packed.tensor(name), 1, lambda *_: None))
 
 
 def is_small(packed: PackedFile, name: str) -> bool:

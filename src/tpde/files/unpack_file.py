@@ -7,11 +7,12 @@ from pathlib import Path
 
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, NotPacked
-from tpde.files.checked_reads import check_digest, is_small, read_small, stream
+from tpde.files.checked_reads import is_small, read_small, stream
 from tpde.files.copying import mode_of
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
 from tpde.files.result import Result
+from tpde.files.tensor_reader import check_digest
 from tpde.format.container_reader import parse_header
 from tpde.io.committed import committed
 from tpde.io.sinks import ByteSink, FileSink

@@ -12,12 +12,12 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, NotPacked, TpdeError
-from tpde.files.checked_reads import check_digest, is_small, read_small, stream
+from tpde.files.checked_reads import is_small, read_small, stream
 from tpde.files.inputs import TensorSource, open_source
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
-from tpde.files.tensor_reader import BlobTensor
+from tpde.files.tensor_reader import BlobTensor, check_digest
 from tpde.format.container_reader import parse_header
 from tpde.io.small_reads import batches
 

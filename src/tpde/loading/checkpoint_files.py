@@ -14,6 +14,7 @@ import xxhash
 from tpde.codec.selection import MIN_BYTES
 from tpde.cuda import prefix_kernels
 from tpde.errors import Corrupt, NotPacked, NotSafetensors
+from tpde.files.checked_reads import check_plain
 from tpde.files.file_kinds import PICKLES
 from tpde.files.packed_state import MAKE_PLAIN
 from tpde.files.reader import PackedFile
@@ -316,6 +317,18 @@ class Checkpoint:
             return self.read([stored], device)[0]
 
         return decoded(runs, device, opened, dtype)
+
+    def check_plain(self, names: Iterable[str]) -> None:
+        """Check tensors that are stored plain, which the library that loads the model reads by itself.
+
+        Raises
+        ------
+        Corrupt
+            Naming the first that is not what was packed.
+        """
+        wanted = set(names)
+        for file in self._files:
+            check_plain(file, wanted.intersection(file.specs))
 
     def plain_tensor(self, name: str, device: torch.device) -> torch.Tensor:
         """Read a tensor that is stored plain to a device."""

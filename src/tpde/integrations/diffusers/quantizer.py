@@ -70,6 +70,7 @@ class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
         names = [name.removesuffix(SUFFIX) for name in state_dict if name.endswith(SUFFIX)]
         plain = {name: it for name, it in state_dict.items() if not name.endswith(SUFFIX)}
         with Checkpoint(self._files) as checkpoint:
+            checkpoint.check_plain(plain)
             for name in names:
                 stored = checkpoint.packed.get(name)
                 if stored is None:

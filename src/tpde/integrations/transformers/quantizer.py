@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         assert self._weights is not None
         model, weights, checkpoint = self._model, self._weights, self._checkpoint
         try:
+            checkpoint.check_plain(name for it in weights.plain for name in chain(*it.names.values()))
             where = devices_of(model, self._device_map)
             where |= {name: device_of(name, self._device_map) for name in weights.runs}
             for device in set(where.values()):

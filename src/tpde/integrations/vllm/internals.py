@@ -73,6 +73,7 @@ RELIED_ON = {
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "experts",
     "model_executor.layers.quantization.base_config.QuantizationConfig.maybe_update_config": "untied heads",
     "model_executor.layers.quantization.base_config.QuantizeMethodBase.uses_meta_device": "packing by layers",
+    "model_executor.model_loader.DefaultModelLoader._prepare_weights": "damage in what is stored plain",
     "model_executor.model_loader.DefaultModelLoader.get_all_weights": "packed files",
     "model_executor.model_loader.DefaultModelLoader.load_weights": "telling that files lack weights",
     "model_executor.model_loader.DummyModelLoader.load_weights": "refusing to save random weights",

@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader, register_model_loader
 
+from tpde.files.checked_reads import check_plain
+from tpde.files.reader import PackedFile
 from tpde.format.constants import METHOD, SUFFIX
 from tpde.integrations.vllm import internals, refusals
 from tpde.io.sources import BytesSource, Extent
@@ -134,6 +136,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if load_config.load_format == METHOD:
             load_config = dataclasses.replace(load_config, load_format="safetensors")
         super().__init__(load_config)
+        self._is_packed = False  # the model whose files are read
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load a model's weights, and have vLLM look for those that no file has, as of plain models."""
@@ -146,8 +149,25 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """All tensors, those of packed models decoded."""
+        self._is_packed = model_config.quantization == METHOD
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
-        return each_once(unpacked(weights)) if model_config.quantization == METHOD else weights
+        return each_once(unpacked(weights)) if self._is_packed else weights
+
+    def _prepare_weights(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The files of a model; what is stored plain in those of packed ones is checked.
+
+        Raises
+        ------
+        Corrupt
+            Naming a plain tensor that is damaged: its hash is only in its file, which vLLM reads by itself.
+        """
+        made: tuple[Any, ...] = super()._prepare_weights(*args, **kwargs)
+        _, files, are_safetensors = made[:3]
+        if self._is_packed and are_safetensors:
+            for path in files:
+                with PackedFile(path) as file:
+                    check_plain(file, file.specs)
+        return made
 
 
 class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-are-not-hashed",
-        "files/checked_reads.py",
+        "files/tensor_reader.py",
         "    if digest is not None and found != digest:\n",
         "    if digest is None and found != digest:\n",
         "a plain tensor that is damaged is unpacked",
