@@ -108,6 +108,23 @@ def test_vectors(bert: Pair) -> None:
     assert result["embeddings"] == [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.parametrize("eos", ["<eos>", None])
+def test_vectors_of_a_model_whose_tokenizer_does_not_pad(eos: str | None, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama", torch.float32)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token, tokenizer.eos_token = None, eos
+    tokenizer.save_pretrained(pair.packed)
+    found = [
+        torch.tensor(json.loads(invoke("run", pair.packed, "--embed", *it, "--json").stdout)["embeddings"])
+        for it in (TEXTS, TEXTS[:1], TEXTS[1:2], TEXTS[2:])
+    ]
+    assert torch.allclose(found[0], torch.cat(found[1:]), atol=1e-6)
+    model = transformers.AutoModel.from_pretrained(pair.plain)
+    with torch.inference_mode():
+        alone = model(**byte_tokenizer()(TEXTS[0], return_tensors="pt")).last_hidden_state.mean(1)
+    assert torch.equal(found[1], alone)
+
+
 def test_vectors_are_those_of_sentence_transformers(bert: Pair) -> None:
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     expected = library.SentenceTransformer(str(bert.plain), device="cpu").encode(

@@ -33,7 +33,7 @@ class Took(dict[str, Any]):
 class Tokenizer:
     """Gives each text a token for each letter, and notes how it is called."""
 
-    model_max_length = 1000
+    model_max_length, pad_token = 1000, "<pad>"
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], dict[str, Any]]] = []

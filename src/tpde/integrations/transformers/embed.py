@@ -127,6 +127,9 @@ def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> t
         tokenizer.model_max_length,
     ]
     limit = min(it for it in limits if it is not None)
+    if tokenizer.pad_token is None:
+        # The mask hides it: any token does.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     for at in range(0, len(texts), BATCH):
         inputs = tokenizer(
             list(texts[at : at + BATCH]), padding=True, truncation=True, max_length=limit, return_tensors="pt"
