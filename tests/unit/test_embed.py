@@ -45,6 +45,13 @@ class Tokenizer:
         return Took(input_ids=mask * 7, attention_mask=mask)
 
 
+class Cutting(Tokenizer):
+    """Cuts texts off."""
+
+    def __call__(self, texts: list[str], **options: Any) -> Took:
+        return super().__call__([it[: options["max_length"]] for it in texts], **options)
+
+
 class Encoder:
     """Gives hidden states that tell which token of which text they are of."""
 
@@ -53,18 +60,21 @@ class Encoder:
     def __init__(self, hidden: Any = None, **config: Any) -> None:
         self.config, self.hidden = SimpleNamespace(**config), hidden
 
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return []
+
     def __call__(self, input_ids: Any, attention_mask: Any) -> Any:
         assert torch.is_inference_mode_enabled()
         hidden = attention_mask.float().unsqueeze(-1) * 2 if self.hidden is None else self.hidden
         return SimpleNamespace(last_hidden_state=hidden)
 
 
-def pooled(how: str, *, normalize: bool = False) -> Any:
+def pooled(how: str, *, normalize: bool = False, dtype: Any = torch.float32) -> Any:
     class Two(Tokenizer):
         def __call__(self, texts: list[str], **options: Any) -> Took:
             return Took(input_ids=MASK, attention_mask=MASK)
 
-    found, tokens = embed(Encoder(HIDDEN), Two(), ["a", "b"], Recipe(how, normalize, None))
+    found, tokens = embed(Encoder(HIDDEN.to(dtype)), Two(), ["a", "b"], Recipe(how, normalize, None))
     assert tokens == 5
     return found
 
@@ -77,10 +87,13 @@ def pooled(how: str, *, normalize: bool = False) -> Any:
         ("max", [[-1.0, -4.0], [5.0, 7.0]]),
     ],
 )
-def test_padding_is_not_pooled(how: str, expected: Any) -> None:
-    wanted = torch.tensor(expected)
-    assert torch.allclose(pooled(how), wanted)
-    assert torch.allclose(pooled(how, normalize=True), wanted / wanted.norm(dim=1, keepdim=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_is_not_pooled(how: str, expected: Any, dtype: Any) -> None:
+    wanted = torch.tensor(expected, dtype=dtype)
+    close = {"rtol": torch.finfo(dtype).eps * 4, "atol": 0}
+    assert torch.allclose(pooled(how, dtype=dtype), wanted, **close)
+    wanted = wanted / wanted.norm(dim=1, keepdim=True)
+    assert torch.allclose(pooled(how, normalize=True, dtype=dtype), wanted, **close)
 
 
 @pytest.mark.parametrize("texts", [[""], ["", ""], ["a"] * 32 + [""]])
@@ -89,13 +102,14 @@ def test_texts_without_tokens_are_refused(texts: list[str]) -> None:
         embed(Encoder(), Tokenizer(), texts, Recipe("mean", False, None))
 
 
-def test_a_text_without_tokens_is_nothing() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_text_without_tokens_is_nothing(dtype: Any) -> None:
     class Empty(Tokenizer):
         def __call__(self, texts: list[str], **options: Any) -> Took:
             mask = torch.zeros(1, 3, dtype=torch.long)
             return Took(input_ids=mask, attention_mask=mask)
 
-    found, tokens = embed(Encoder(HIDDEN[:1]), Empty(), [""], Recipe("mean", False, None))
+    found, tokens = embed(Encoder(HIDDEN[:1].to(dtype)), Empty(), [""], Recipe("mean", False, None))
     assert (found.tolist(), tokens) == ([[0.0, 0.0]], 0)
 
 
@@ -124,6 +138,20 @@ def test_the_least_of_all_limits_counts(
     made.model_max_length = tokenizer
     embed(Encoder(max_position_embeddings=positions), made, ["x"], Recipe("mean", False, recipe))
     assert made.calls[0][1]["max_length"] == limit
+
+
+def test_positions_that_no_token_has_do_not_count() -> None:
+    """RoBERTa numbers tokens from the position after the padding's."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    for kind, limit in (("Roberta", 64), ("MPNet", 64), ("Bert", 66)):
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=9, max_position_embeddings=66, pad_token_id=1, **sizes
+        )
+        found, tokens = embed(
+            getattr(transformers, f"{kind}Model")(config), Cutting(), ["x" * 100], Recipe("mean", False, None)
+        )
+        assert (tokens, found.shape) == (limit, (1, 8))
 
 
 def test_a_model_without_hidden_states() -> None:

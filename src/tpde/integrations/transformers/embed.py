@@ -86,10 +86,22 @@ def _pool(hidden: torch.Tensor, mask: torch.Tensor, recipe: Recipe) -> torch.Ten
     if recipe.pooling == "cls":
         pooled = hidden[:, 0]
     elif recipe.pooling == "max":
-        pooled = hidden.masked_fill(wide == 0, -1e9).amax(1)
+        lowest = max(-1e9, torch.finfo(hidden.dtype).min)  # fp16 has no -1e9
+        pooled = hidden.masked_fill(wide == 0, lowest).amax(1)
     else:
-        pooled = (hidden * wide).sum(1) / wide.sum(1).clamp(min=1e-9)
+        pooled = (hidden * wide).sum(1) / wide.sum(1).clamp(min=1)  # of no tokens: zeros
     return torch.nn.functional.normalize(pooled, p=2, dim=1) if recipe.normalize else pooled
+
+
+def _positions(model: Any) -> int | None:
+    """Tokens that a model has positions for; None if nothing says how many."""
+    count = getattr(model.config, "max_position_embeddings", None)
+    if count is None:
+        return None
+    # Where padding has a position of its own, as in RoBERTa, the first token has the one after it.
+    tables = [it for name, it in model.named_modules() if name.endswith("position_embeddings")]
+    paddings = [getattr(it, "padding_idx", None) for it in tables]
+    return int(count) - max((it + 1 for it in paddings if it is not None), default=0)
 
 
 def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> tuple[torch.Tensor, int]:
@@ -123,7 +135,7 @@ def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> t
     out, tokens = [], 0
     limits = [
         recipe.max_length,
-        getattr(model.config, "max_position_embeddings", None),
+        _positions(model),
         tokenizer.model_max_length,
     ]
     limit = min(it for it in limits if it is not None)
