@@ -232,3 +232,68 @@ def test_the_tensor_that_compiled_code_waits_for() -> None:
         assert not found.requires_grad
     with pytest.raises(TypeError, match="called without a tensor"):
         first_tensor((1,), {"x": [given]})
+
+
+def rebuilt(kind: Any, state: dict[str, Any]) -> Any:
+    """A module of a class, with these attributes."""
+    made = kind.__new__(kind)
+    made.__dict__.update(state)
+    return made
+
+
+class OfAttributes(torch.nn.Sequential):
+    """A model that makes copies of itself, and gives `pickle` no state."""
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (OfAttributes, vars(self).copy())
+
+
+class OfSizes(torch.nn.Linear):
+    """A layer that does, and fills the copy."""
+
+    def __reduce__(self) -> Any:
+        return OfSizes.of, (self.in_features, self.out_features, self.state_dict())
+
+    @staticmethod
+    def of(width: int, rows: int, state: dict[str, Any]) -> OfSizes:
+        made = OfSizes(width, rows)
+        made.load_state_dict(state)
+        return made
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "block"])
+@pytest.mark.parametrize("kind", ["fx", "attributes", "sizes"])
+def test_models_that_rebuild_themselves_are_copied(kind: str, inside: bool, how: str) -> None:
+    layers = torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+    plain: Any = {
+        "fx": lambda: torch.fx.symbolic_trace(torch.nn.Sequential(*layers)),
+        "attributes": lambda: OfAttributes(*layers),
+        "sizes": lambda: OfSizes(64, 64),
+    }[kind]()
+    plain = torch.nn.Sequential(plain, torch.nn.Linear(64, 3)) if inside else plain
+    x = torch.randn(5, 64)
+    wanted = plain(x)
+    packed = pack_module(plain, min_bytes=0)
+    make = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda it: pickle.loads(pickle.dumps(it))}
+    other = make[how](packed)
+    assert_same_bits(other(x), wanted)
+    assert_same_bits(make[how](other)(x), wanted)
+    assert_same_bits(unpack_module(other)(x), wanted)
+    if how != "copy":  # which shares its modules
+        assert_same_bits(packed(x), wanted)
+
+
+class OfItsName(torch.nn.Sequential):
+    """A model that `pickle` looks up by a name."""
+
+    def __reduce__(self) -> str:
+        return "BY_NAME"
+
+
+BY_NAME = OfItsName(torch.nn.Linear(64, 64))
+
+
+def test_a_model_that_is_known_by_a_name_is_itself_again() -> None:
+    pack_module(BY_NAME, min_bytes=0)
+    assert copy.deepcopy(BY_NAME) is pickle.loads(pickle.dumps(BY_NAME)) is BY_NAME

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tpde.nn.embedding import PackedEmbedding, gathers, unpatched, uses_super
 from tpde.nn.group import Group
 from tpde.nn.module_state import PackedState
+from tpde.nn.owner import rebuilds
 from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.routing import fused, needed
 from tpde.nn.scope import Scope, first_tensor, is_open
@@ -159,6 +160,8 @@ class PackedModule(PackedState):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        if rebuilds(reduced):
+            return reduced
         return (_new, (self.tpde_base, tuple(self.tpde_slots)), *reduced[2:])
 
 

@@ -86,10 +86,12 @@ class CopiedModule(Owned):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
 
-    def __call__(self, protocol: Any) -> tuple[Any, ...]:
+    def __call__(self, protocol: Any) -> tuple[Any, ...] | str:
         """What its class gives, with the module's things for its copy."""
         module, owner = self._owner(), Owner()
         reduced: Any = type(module).__reduce_ex__(module, protocol)
+        if rebuilds(reduced):
+            return reduced if isinstance(reduced, str) else (reduced[0], tuple(map(_plain, reduced[1])))
         make, args, state, *rest = reduced
         if isinstance(state, dict):
             made: dict[int, Owned] = {}  # one thing may be there under two names
@@ -102,6 +104,18 @@ class CopiedModule(Owned):
     def for_copy(self, owner: Owner) -> CopiedModule:
         """See `Owned`."""
         return CopiedModule(owner)
+
+
+def rebuilds(reduced: tuple[Any, ...] | str) -> bool:
+    """Whether a class gives `pickle` no state, but makes modules anew: as `torch.fx.GraphModule`."""
+    return isinstance(reduced, str) or len(reduced) < 3
+
+
+def _plain(argument: Any) -> Any:
+    """What a class makes a module of, without what belongs to the module before: its own methods do as well."""
+    if type(argument) is not dict:
+        return argument
+    return {name: it for name, it in argument.items() if not isinstance(it, Owned)}
 
 
 def _bound(owner: Owner, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
