@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.models import torch
-from support.vllm import VOCABULARY, close, engine, generated, kernels, save_tokenizer
+from support.vllm import VOCABULARY, close, engine, generated, kernels, save_experts, save_tokenizer
 
 import tpde
 from tpde.errors import InvalidInput
@@ -180,6 +180,14 @@ def test_a_reranker_of_two_rows_of_its_head(tmp_path: Path, tied: bool) -> None:
 def test_a_tied_head_of_transformers_own_code(tmp_path: Path) -> None:
     """vLLM changes the model's class for all that comes in this process: it is none of other tests'."""
     plain = saved(tmp_path, "Qwen2", intermediate_size=256, tie_word_embeddings=True)
+    wanted = generated(plain, model_impl="transformers")
+    assert generated(plain, model_impl="transformers", **TPDE) == wanted
+    assert generated(packed(plain), model_impl="transformers") == wanted
+
+
+def test_experts_in_transformers_own_code(tmp_path: Path) -> None:
+    """Their router has two names, and values come by one of them."""
+    plain = save_experts(tmp_path / "plain")
     wanted = generated(plain, model_impl="transformers")
     assert generated(plain, model_impl="transformers", **TPDE) == wanted
     assert generated(packed(plain), model_impl="transformers") == wanted

@@ -147,6 +147,15 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
             before_reading.prepare(model)
         super().load_weights(model, model_config)
 
+    def track_weights_loading(self, model: Any, loaded_weights: set[str] | None, **options: Any) -> None:
+        """Look for weights that no file has: those that came by one of their names are there by all.
+
+        A router that experts share has two, and vLLM asks for it by one only where models are quantized.
+        """
+        if loaded_weights is not None:
+            loaded_weights |= internals.other_names(model, loaded_weights)
+        super().track_weights_loading(model, loaded_weights, **options)
+
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """All tensors, those of packed models decoded."""
         self._is_packed = model_config.quantization == METHOD
