@@ -95,3 +95,27 @@ def test_memory_that_is_read_otherwise_is_another_weights() -> None:
     assert model[0].weight.packed is not model[1].weight.packed
     for layer, weight in zip(unpack_module(model), expected, strict=True):
         assert_same_bits(layer.weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which PyTorch's compiler looks at itself
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_that_was_tied_since_is_compiled(backend: str, grad: bool, pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    _new_head(packed)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(grad):
+        assert_same_bits(torch.compile(packed, backend=backend)(IDS), plain(IDS))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"`tpde.pack_module\(model\)` packs these"):
+        torch.compile(packed.head, backend=backend, fullgraph=True)(torch.zeros(2, 64).bfloat16())
+    pack_module(packed, min_bytes=0)
+    with torch.no_grad():
+        made = torch.compile(packed, backend=backend, fullgraph=True)(IDS)
+    assert_same_bits(made, plain(IDS))
+
+
+def test_a_layer_that_was_tied_since_is_not_traced(pair: tuple[Model, Model]) -> None:
+    _, packed = pair
+    _new_head(packed)
+    with pytest.raises(PackedWeight, match=r"would be constants of what a tracer makes"):
+        torch.jit.trace(packed.head, (torch.zeros(2, 64).bfloat16(),))

@@ -7,6 +7,7 @@ from typing import NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -64,6 +65,17 @@ def call(func: Function[object], args: tuple[object, ...], kwargs: dict[str, obj
     if func in QUERIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if is_compiling():  # a layer that was given the weight after that was packed
+        torch._dynamo.graph_break(
+            msg="packed weights of plain layers are decoded between programs: "
+            "`tpde.pack_module(model)` packs these layers as well"
+        )
+        return torch.compiler.disable(_answer)(func, args, kwargs)
+    return _answer(func, args, kwargs)
+
+
+def _answer(func: Function[object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Call a function outside of compiled programs."""
     special = _SPECIAL.get(func)
     if special is not None and (func in _OTHERS_FIRST or (args and isinstance(args[0], Packed))):
         return special(func, *args, **kwargs)

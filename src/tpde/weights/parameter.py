@@ -19,7 +19,7 @@ from tpde.weights.functions import Operator, Packed, call, dispatch
 from tpde.weights.packed_memory import no_memory
 from tpde.weights.packed_tensor import PackedTensor, rebuild_tensor
 from tpde.weights.readonly import Function
-from tpde.weights.transforms import untransformed
+from tpde.weights.transforms import refuse_trace, untransformed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -105,8 +105,9 @@ class PackedParameter(Packed):
         Corrupt
             Naming tensor and chunk.
         PackedWeight
-            If it is larger than any buffer.
+            If it is larger than any buffer, or a tracer would keep it.
         """
+        refuse_trace(self.packed.name)
         with untransformed():
             flat = self.packed.decoded(room).view(-1).view(torch.uint8)
             weight = as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
