@@ -37,7 +37,7 @@ class EncodeLaunches:
         self._matrices, self._device = matrices, matrices[0].device
         assert self._device.index is not None
         self.encoders = [
-            WindowEncoder(Matrix(it.data_ptr(), *it.shape, it.stride(0)), self._device.index)
+            WindowEncoder(Matrix(it.data_ptr(), it.shape[0], it.shape[1], it.stride(0)), self._device.index)
             for it in matrices
         ]
         self._on = on_device(self._device)
