@@ -194,7 +194,7 @@ def test_experts_in_transformers_own_code(tmp_path: Path) -> None:
 
 
 def test_ways_of_reading_that_decode_nothing(models: Models) -> None:
-    with pytest.raises(InvalidInput, match="`--load-format npcache` reads files in a way of its own"):
+    with pytest.raises(InvalidInput, match="`--load-format npcache` brings weights in a way of its own"):
         engine(models["llama-packed"], load_format="npcache")
 
 
