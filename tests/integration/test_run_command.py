@@ -224,6 +224,8 @@ def test_what_a_text_is_made_with(llama: Pair) -> None:
         (["--prompt", "x", "--embed", "text"], "`--prompt` and `--embed` are two tasks"),
         (["--prompt", "x", "text"], "`--prompt` continues one text, and `text` is another"),
         (["--embed"], "`--embed` has no text"),
+        (["--prompt", "a\udcff"], r"the text `a\udcff` is not UTF-8"),  # as Python gives the byte 0xff
+        (["--embed", "text", "\udcff\udcfe"], r"the text `\udcff\udcfe` is not UTF-8"),
         (["text"], "it is not said what to do with the text `text`"),
         (["--prompt", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),
         (["--embed", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),

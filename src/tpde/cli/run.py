@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 
 from tpde.cli.common import guard, named, print_json, progress_bar, say
 from tpde.cli.run_stats import say_copies, say_sizes
+from tpde.cli.run_task import check_task
 from tpde.errors import InvalidInput
 from tpde.planning.budget import MAX_TOKENS, parse_budget
 
@@ -114,7 +114,7 @@ def run(
       tpde run llama --pack --prompt "The exponent of a weight"
       tpde run minilm-packed --embed "a sentence" "another one"
     """
-    _check_task(texts or [], prompt, embed)
+    check_task(texts or [], prompt, embed)
     if 0 < temperature < _COLDEST:
         raise InvalidInput(
             f"a temperature of {temperature} makes numbers that overflow",
@@ -161,29 +161,6 @@ def run(
         _generate(*given, prompt, max_new_tokens, temperature, seed, trace, stats, as_json)
     else:
         _embed(*given, texts or [], trace, stats, as_json)
-
-
-def _check_task(texts: Sequence[str], prompt: str | None, embed: bool) -> None:
-    """Refuse what is not one task: to continue a prompt, or to embed texts."""
-    if prompt is not None and embed:
-        raise InvalidInput("`--prompt` and `--embed` are two tasks", hint="pass one of them")
-    if embed and not texts:
-        raise InvalidInput("`--embed` has no text", hint='write texts after it: `--embed "a text" "another"`')
-    if texts and prompt is not None:
-        raise InvalidInput(
-            f"`--prompt` continues one text, and `{texts[0]:.50}` is another",
-            hint="put quotes around the whole prompt, or embed texts with `--embed`",
-        )
-    if texts and not embed:
-        raise InvalidInput(
-            f"it is not said what to do with the text `{texts[0]:.50}`",
-            hint="continue it with `--prompt TEXT`, or make a vector of it with `--embed TEXT`",
-        )
-    if prompt is None and not embed:
-        raise InvalidInput(
-            "it is not said what the model is to do",
-            hint="continue a text with `--prompt TEXT`, or make vectors of texts with `--embed TEXT...`",
-        )
 
 
 def _load(
