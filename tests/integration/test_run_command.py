@@ -299,6 +299,15 @@ def test_a_text_is_written_as_it_comes_and_told_at_the_end(
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, lines, strict=False)), lines
 
 
+@pytest.mark.parametrize("task", [["--prompt", "abc"], ["--embed", "abc"]])
+def test_stdout_that_is_closed(task: list[str], llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other commands: what nobody reads goes nowhere, JSON is missed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    args = ["run", str(llama.packed), *task, "--device", "cpu"]
+    assert app(args, standalone_mode=False) in (None, 0)
+    assert app([*args, "--json"], standalone_mode=False) == common.IO_ERROR
+
+
 def test_vectors_are_told_with_all_their_digits(tmp_path: Path) -> None:
     """Of what is no number, too."""
     model = make("bert", torch.float32)

@@ -237,7 +237,7 @@ def _generate(
 
         def write(text: str) -> None:
             bar.close()  # the first token
-            if not as_json:
+            if not as_json and sys.stdout is not None:  # closed by the caller
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
