@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +195,17 @@ def test_a_configuration_that_has_no_tokenizer_loaded_is_named(tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "t5", "dtype": "unheard"}')
     with pytest.raises(InvalidInput, match=r"makes no model of .*config\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    """Whatever tokenizer is there, transformers cannot name its file."""
+    folder = tmp_path / os.fsdecode(b"model\xff")
+    folder.mkdir()
+    transformers.LlamaConfig().save_pretrained(folder)
+    with pytest.raises(InvalidInput, match="whose path is not UTF-8") as caught:
+        load_tokenizer(folder)
+    assert caught.value.hint == "rename what is not UTF-8 in it"
 
 
 @pytest.mark.parametrize("text", ["[]", "5", '{"model": 5}'])

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from tpde.errors import InvalidInput
+from tpde.files.documents import is_text
 from tpde.integrations.transformers.run_memory import explained
 from tpde.integrations.transformers.skeleton import config_of
 
@@ -84,6 +85,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _no_tokenizer(folder: Path, why: str) -> InvalidInput:
+    if not is_text(str(folder)):
+        return InvalidInput(
+            f"transformers can load no tokenizer from `{folder}`, whose path is not UTF-8",
+            hint="rename what is not UTF-8 in it",
+            where=str(folder),
+        )
     return InvalidInput(
         f"`{folder}` has no tokenizer that transformers can load ({why})",
         hint="add the source's `tokenizer.json` and `tokenizer_config.json`",
