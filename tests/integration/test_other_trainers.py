@@ -233,6 +233,33 @@ def test_lightning_shares_its_folder_with_small_files_of_others(tmp_path: Path) 
     stored.teardown()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_goes_on_from_an_ordinary_checkpoint(lightning: Any, tmp_path: Path) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    whole = _fit(lightning, tmp_path / "plain", 10)
+    ordinary = tmp_path / "plain" / "step=8.ckpt"
+    second = _fit(lightning, tmp_path / "run", 10, stored=StoredCheckpointIO(), resume=str(ordinary))
+    assert second.losses == {step: loss for step, loss in whole.losses.items() if step >= 8}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_ordinary_checkpoints_are_loaded_as_lightning_loads_them(
+    lightning: Any, zipped: bool, tmp_path: Path
+) -> None:
+    """Code in them runs only if that is asked for."""
+    import pickle
+
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    torch.save({"path": tmp_path}, tmp_path / "x.ckpt", _use_new_zipfile_serialization=zipped)
+    made = StoredCheckpointIO()
+    assert made.load_checkpoint(tmp_path / "x.ckpt", weights_only=False) == {"path": tmp_path}
+    for options in ({}, {"weights_only": True}, {"map_location": "cpu"}):
+        with pytest.raises(pickle.UnpicklingError):
+            made.load_checkpoint(tmp_path / "x.ckpt", **options)
+
+
 def test_lightning_takes_no_storage_options(lightning: Any, tmp_path: Path) -> None:
     from tpde.integrations.lightning import StoredCheckpointIO
 

@@ -16,12 +16,15 @@ from tpde.store.linked import STORE, LinkedSteps, load_linked
 
 if TYPE_CHECKING:
     _Base = object
+    _Ordinary: Any
 else:
     try:
         from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as _Base
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _Ordinary
     except ImportError:
         try:
             from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO as _Base
+            from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Ordinary
         except ImportError as error:
             raise MissingDependency(
                 f"`tpde.integrations.lightning` needs Lightning, which cannot be imported ({error})",
@@ -29,6 +32,8 @@ else:
             ) from None
 
 __all__ = ["StoredCheckpointIO"]
+
+_TORCH = b"PK", b"\x80"  # how what `torch.save` writes begins: a zip file, before PyTorch 1.6 a pickle
 
 
 class StoredCheckpointIO(_Base):
@@ -81,6 +86,8 @@ class StoredCheckpointIO(_Base):
     ) -> dict[str, Any]:
         """Load a checkpoint. There is no pickle in it, whatever `weights_only` says.
 
+        An ordinary one, that Lightning wrote without this, is loaded by Lightning.
+
         Raises
         ------
         InvalidInput
@@ -91,6 +98,11 @@ class StoredCheckpointIO(_Base):
         link = Path(path)
         if link.parent in self._folders:
             self._folders[link.parent].store.wait()
+        if _is_ordinary(link):
+            given = {"map_location": map_location, "weights_only": weights_only}
+            options = {name: it for name, it in given.items() if it is not None}
+            ordinary: dict[str, Any] = _Ordinary().load_checkpoint(path, **options)
+            return ordinary
         place = None if callable(map_location) or isinstance(map_location, dict) else map_location
         found: dict[str, Any] = load_linked(link.parent / STORE, link, map_location=place)
         return found
@@ -110,3 +122,11 @@ class StoredCheckpointIO(_Base):
         """
         while self._folders:
             self._folders.popitem()[1].store.close()
+
+
+def _is_ordinary(path: Path) -> bool:
+    """Whether a file is a checkpoint that `torch.save` wrote."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(2).startswith(_TORCH)
