@@ -20,7 +20,8 @@ def choose(model_config: Any) -> None:
     Raises
     ------
     InvalidInput
-        If `TpdeSleepMode` would not be told that weights are thrown away.
+        If `TpdeSleepMode` would not be told that weights are thrown away, or CUDA graphs are to be offloaded,
+        too, which vLLM does for a mode of its own name alone.
     """
     global _registered  # noqa: PLW0603 - vLLM refuses a name that comes a second time
     if not model_config.enable_sleep_mode or model_config.sleep_mode_backend != "cumem":
@@ -30,6 +31,12 @@ def choose(model_config: Any) -> None:
             "this vLLM sleeps by other names than those that tpde knows, and would lose packed weights",
             hint="leave `--enable-sleep-mode` out, or install a version of vLLM that tpde supports",
             where="sleep_mode",
+        )
+    if getattr(model_config, "sleep_mode_offload_cudagraph", False):  # since 0.32
+        raise InvalidInput(
+            "`--sleep-mode-offload-cudagraph` would do nothing where weights are packed",
+            hint="leave it out: CUDA graphs stay on the device",
+            where="sleep_mode_offload_cudagraph",
         )
     if not _registered:
         _registered = True
