@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpde.errors import InvalidInput
-from tpde.files.documents import is_text
 
 
 def check_task(texts: Sequence[str], prompt: str | None, embed: bool) -> None:
@@ -16,6 +15,8 @@ def check_task(texts: Sequence[str], prompt: str | None, embed: bool) -> None:
     InvalidInput
         If it is none, or more than one, or a text is no Unicode.
     """
+    from tpde.files.documents import is_text
+
     if prompt is not None and embed:
         raise InvalidInput("`--prompt` and `--embed` are two tasks", hint="pass one of them")
     if embed and not texts:
