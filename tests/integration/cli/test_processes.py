@@ -55,6 +55,26 @@ def test_interrupt_leaves_nothing(command: str, what: str, plain: Path, model: P
     assert names(tmp_path) == before
 
 
+STARTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tpde.__main__ import main
+main()
+"""
+
+
+def test_interrupt_while_the_command_line_is_imported() -> None:
+    done = process("verify", "x", code=STARTING)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("what", [signal.SIGTERM, signal.SIGHUP])
 def test_termination_leaves_nothing(what: int, plain: Path, tmp_path: Path) -> None:
     before = names(tmp_path)
