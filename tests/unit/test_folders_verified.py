@@ -18,6 +18,7 @@ from support.packed_folders import INDEX, ONE, TWO, manifest_of, pack_beside, pr
 
 import tpde
 from tpde.errors import Corrupt
+from tpde.files import verify_directory
 from tpde.format.constants import MANIFEST
 
 
@@ -49,6 +50,42 @@ def test_what_only_the_source_lacks_or_has_otherwise_is_told_of_it(packed: Path,
         ("source/link", "`source/link` is not the link that was packed"),
         ("source/new\\n", "`source/new\\n` was not packed: it is not in the packed directory"),
     }
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_that_is_replaced_meanwhile_is_verified_as_it_is_then(
+    damaged: bool, packed: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are not those of the manifest that was read."""
+    shutil.copytree(source, tmp_path / "other", symlinks=True)
+    (tmp_path / "other" / "sub" / "notes.txt").write_text("other notes")
+    made: list[str] = []
+
+    def verify(folder: Path, manifest: Any, name: str, *args: Any) -> Any:
+        if not made:
+            tpde.pack(tmp_path / "other", packed, force=True)
+            if damaged:
+                (packed / "sub" / "notes.txt").write_text("damaged")
+        made.append(name)
+        return check(folder, manifest, name, *args)
+
+    check = verify_directory._verify
+    monkeypatch.setattr(verify_directory, "_verify", verify)
+    says = "`packed/sub/notes.txt` differs from what was packed"
+    assert problems(packed) == ({("packed/sub/notes.txt", says)} if damaged else set())
+    assert len(made) == 2 * len(set(made))
+
+
+def test_a_folder_that_is_gone_meanwhile_lacks_all(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = verify_directory.read_manifest
+
+    def last(folder: Path) -> Any:
+        manifest = read(folder)
+        shutil.rmtree(folder)
+        return manifest
+
+    monkeypatch.setattr(verify_directory, "read_manifest", last)
+    assert ("packed/config.json", "`packed/config.json` is missing, or is no file") in problems(packed)
 
 
 def test_only_what_differs_in_being_executable_is_told(packed: Path, source: Path) -> None:

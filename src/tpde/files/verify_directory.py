@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,7 +31,30 @@ def verify_directory(
     progress: Progress = no_progress,
     exclude: Sequence[str] = (),
 ) -> list[Problem]:
-    """Check everything in a packed directory: unpacking gives what the manifest says, and the source has."""
+    """Check everything in a packed directory: unpacking gives what the manifest says, and the source has.
+
+    Where another takes its place meanwhile, what was read is of both, and that one is checked.
+    """
+    while True:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # or another folder may get its inode
+        try:
+            problems = _all_problems(folder, against, threads, progress, exclude)
+            if not problems or not _is_replaced(folder, held):
+                return problems
+        finally:
+            os.close(held)
+
+
+def _is_replaced(folder: Path, held: int) -> bool:
+    try:
+        return not os.path.samestat(os.fstat(held), folder.stat())
+    except OSError:  # it is gone
+        return False
+
+
+def _all_problems(
+    folder: Path, against: Path | None, threads: int, progress: Progress, exclude: Sequence[str]
+) -> list[Problem]:
     require_packed(folder)
     manifest = read_manifest(folder)
     problems: list[Problem] = []
