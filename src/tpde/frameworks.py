@@ -162,6 +162,10 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
         raise InvalidInput(
             f"`{name}` is a {type(tensor).__name__}", hint="only tensors can be stored", where=name
         )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InvalidInput(
+            f"tensor `{name}` is not initialized and has no data", hint="run the model once", where=name
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise not_dense(f"tensor `{name}` is", name)
     if tensor.device.type == "meta":

@@ -196,6 +196,7 @@ def save_model(
     first: dict[tuple[object, ...], str] = {}
     for name in sorted(state):
         tensor = state[name]
+        torch_spec(name, tensor)  # which names what cannot be saved
         other = first.setdefault(_identity(tensor), name)
         if tensor.numel() and other != name:
             if not is_own_key(name):

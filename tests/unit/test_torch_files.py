@@ -50,6 +50,8 @@ def test_tensors_that_are_not_contiguous_are_refused() -> None:
 def test_what_holds_no_data_is_refused() -> None:
     for tensor, says in (
         (torch.empty(3, device="meta"), "has no data"),
+        (torch.nn.UninitializedParameter(), "`x` is not initialized"),
+        (torch.nn.UninitializedBuffer(), "`x` is not initialized"),
         (torch.eye(3).to_sparse(), "is not dense"),
         (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is not dense"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is not dense"),
@@ -57,6 +59,14 @@ def test_what_holds_no_data_is_refused() -> None:
     ):
         with pytest.raises(InvalidInput, match=says):
             tpde.torch.save({"x": tensor})
+
+
+def test_models_that_never_ran_are_refused_by_the_name_of_a_tensor(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LazyLinear(2))
+    with pytest.raises(InvalidInput, match=r"`1\.bias` is not initialized"):
+        tpde.torch.save_model(model, tmp_path / "x")
+    model(torch.zeros(1, 3))
+    tpde.torch.save_model(model, tmp_path / "x")
 
 
 def test_saving_replaces_a_file(tmp_path: Path) -> None:
