@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 Framework = Literal["pt", "torch", "np", "numpy"]
+Backend = Literal["mmap", "pread"]
 Index = int | np.integer[Any] | slice | EllipsisType
 
 
@@ -46,6 +47,8 @@ class safe_open:
         Where PyTorch tensors go; they are decoded on the CPU, and then copied. A number is that of a GPU.
     threads : int, optional
         How many threads decode; by default one for each processor.
+    backend : {"mmap", "pread"}
+        As of `safetensors.safe_open`. Files are read, not mapped, whichever is said.
 
     Raises
     ------
@@ -70,7 +73,15 @@ class safe_open:
         device: str | int | torch.device | None = "cpu",
         *,
         threads: int | None = None,
+        backend: Backend = "mmap",
     ) -> None:
+        if backend not in ("mmap", "pread"):
+            raise InvalidArgument(
+                f"no backend `{backend!s:.50}`",
+                hint="there are `mmap` and `pread`; files are read in one way, whichever is said",
+                where="backend",
+                found=backend,
+            )
         if framework not in ("pt", "torch", "np", "numpy"):
             raise InvalidArgument(
                 f"no framework `{framework!s:.50}`",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpde.access import safe_open
+from tpde.access import Backend, safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
@@ -103,7 +103,9 @@ def save(
     return bytes(sink.data)
 
 
-def load_file(filename: str | os.PathLike[str], *, threads: int | None = None) -> dict[str, Array]:
+def load_file(
+    filename: str | os.PathLike[str], *, threads: int | None = None, backend: Backend = "mmap"
+) -> dict[str, Array]:
     """Load all tensors of a packed (or plain) file.
 
     Parameters
@@ -112,6 +114,8 @@ def load_file(filename: str | os.PathLike[str], *, threads: int | None = None) -
         The file.
     threads : int, optional
         By default one for each processor.
+    backend : {"mmap", "pread"}
+        As of `tpde.safe_open`.
 
     Returns
     -------
@@ -123,7 +127,7 @@ def load_file(filename: str | os.PathLike[str], *, threads: int | None = None) -
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype, MissingDependency, InvalidInput
         If the file cannot be read, or NumPy lacks a dtype.
     """
-    with safe_open(filename, framework="np", threads=threads) as file:
+    with safe_open(filename, framework="np", threads=threads, backend=backend) as file:
         return {name: file.get_tensor(name) for name in file}
 
 

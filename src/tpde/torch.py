@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tpde.access import safe_open
+from tpde.access import Backend, safe_open
 from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
@@ -125,6 +125,7 @@ def load_file(
     device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
+    backend: Backend = "mmap",
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of a packed (or plain) file.
 
@@ -136,6 +137,8 @@ def load_file(
         Where the tensors go.
     threads : int, optional
         By default one for each processor.
+    backend : {"mmap", "pread"}
+        As of `tpde.safe_open`.
 
     Returns
     -------
@@ -149,7 +152,7 @@ def load_file(
     UnsupportedDevice
         If the device is none, or not there.
     """
-    with safe_open(filename, framework="pt", device=device, threads=threads) as file:
+    with safe_open(filename, framework="pt", device=device, threads=threads, backend=backend) as file:
         return {name: file.get_tensor(name) for name in file}
 
 
@@ -221,6 +224,7 @@ def load_model(
     device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
+    backend: Backend = "mmap",
 ) -> tuple[set[str], list[str]]:
     """Load a packed (or plain) file into a model, as `safetensors.torch.load_model` does.
 
@@ -236,6 +240,8 @@ def load_model(
         Where tensors are decoded before they are copied into the model.
     threads : int, optional
         By default one for each processor.
+    backend : {"mmap", "pread"}
+        As of `tpde.safe_open`.
 
     Returns
     -------
@@ -256,7 +262,7 @@ def load_model(
         If the device is none, or not there.
     """
     require_module(model, "load_model")
-    own, state = model.state_dict(), load_file(filename, device, threads=threads)
+    own, state = model.state_dict(), load_file(filename, device, threads=threads, backend=backend)
     there = {_identity(own[name]) for name in state if name in own}
     missing = {name for name in own if name not in state and _identity(own[name]) not in there}
     unexpected = [name for name in state if name not in own]

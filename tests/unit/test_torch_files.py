@@ -12,7 +12,13 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import tpde.numpy  # noqa: E402
 import tpde.torch  # noqa: E402
-from tpde.errors import InvalidDestination, InvalidInput, PackedWeight, UnsupportedDtype  # noqa: E402
+from tpde.errors import (  # noqa: E402
+    InvalidArgument,
+    InvalidDestination,
+    InvalidInput,
+    PackedWeight,
+    UnsupportedDtype,
+)
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.frameworks import (  # noqa: E402
     MAX_EXPANDED,
@@ -67,6 +73,30 @@ def test_models_that_never_ran_are_refused_by_the_name_of_a_tensor(tmp_path: Pat
         tpde.torch.save_model(model, tmp_path / "x")
     model(torch.zeros(1, 3))
     tpde.torch.save_model(model, tmp_path / "x")
+
+
+def test_backends_of_safetensors_are_taken_and_others_refused(tmp_path: Path) -> None:
+    from inspect import signature
+
+    path, model = tmp_path / "x", torch.nn.Linear(3, 2)
+    tpde.torch.save_model(model, path)
+    loads: list[Any] = [
+        tpde.torch.load_file,
+        tpde.numpy.load_file,
+        lambda *args, **options: tpde.torch.load_model(model, *args, **options),
+        tpde.safe_open,
+    ]
+    for load in loads:
+        for backend in ("mmap", "pread"):
+            assert load(path, backend=backend)
+        with pytest.raises(InvalidArgument, match="no backend `cpu`") as caught:
+            load(path, backend="cpu")
+        assert caught.value.where == "backend"
+    stock = pytest.importorskip("safetensors.torch")
+    for name in ("load_file", "load_model", "load", "save_file", "save_model", "save"):
+        assert set(signature(getattr(stock, name)).parameters) <= set(
+            signature(getattr(tpde.torch, name)).parameters
+        )
 
 
 def test_saving_replaces_a_file(tmp_path: Path) -> None:
