@@ -135,8 +135,8 @@ class safe_open:
     def get_slice(self, name: str) -> TensorSlice:
         """Open a tensor to be indexed; only the chunks that an index needs are read and decoded.
 
-        Each of them is checked. A tensor that is stored plain has one hash: parts of it are not checked, all of
-        it is.
+        Each of them is checked. A tensor that is stored plain has one hash: it is compared where all of it is
+        read, and not for a part.
         """
         return TensorSlice(self._file.tensor(name), self._framework, self._threads, self._place)
 

@@ -12,6 +12,7 @@ from support.plain_damage import damage_plain
 
 import tpde
 import tpde.numpy
+import tpde.torch
 from tpde.errors import Corrupt
 from tpde.files.checked_reads import check_plain
 from tpde.files.reader import PackedFile
@@ -49,7 +50,7 @@ def _in_pieces(path: Path) -> None:
     [
         tpde.numpy.load_file,
         lambda path: tpde.numpy.load(path.read_bytes()),
-        lambda path: tpde.torch.load_file(path),
+        tpde.torch.load_file,
         lambda path: tpde.torch.load(path.read_bytes()),
         _tensor,
         _all_of_a_slice,
@@ -57,7 +58,7 @@ def _in_pieces(path: Path) -> None:
     ],
 )
 def test_damage_is_found(read: Callable[[Path], Any], damaged: Path) -> None:
-    with pytest.raises(Corrupt, match="tensor `norm`: the bytes hash to .* was packed; .*fetch it") as caught:
+    with pytest.raises(Corrupt, match=r"tensor `norm`: the bytes hash to .* was packed; .*fetch it") as caught:
         read(damaged)
     assert caught.value.tensor == "norm"
 

@@ -207,7 +207,7 @@ def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
         if other is not None:
             raise InvalidInput(
                 f"`{path}` holds `{other!s:.200}` beside `state_dict`, and a packed file has tensors only",
-                hint=f'pack the weights alone: `torch.save(torch.load("{path}")["state_dict"], "weights.pt")`; '
+                hint='save the weights alone, `torch.load(PATH)["state_dict"]`, and pack those; '
                 "`tpde.CheckpointStore` keeps whole checkpoints",
                 where=str(path),
             )

@@ -224,8 +224,8 @@ class PackedFile:
     def read(self, name: str, threads: int = 1) -> Bytes:
         """Read all bytes of a tensor.
 
-        Every chunk's checksum is checked, and the hash of one that is stored as it is. The hash of one that is
-        packed is `verify`'s business.
+        Of one that is packed, every chunk's checksum is checked; its hash is `verify`'s business. Of one that
+        is stored as it is, the hash is.
         """
         return self.tensor(name).read_all(threads)
 

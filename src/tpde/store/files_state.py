@@ -10,10 +10,10 @@ import xxhash
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, NotSafetensors
-from tpde.files.tensor_reader import check_digest
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.files.reader import PackedFile
+from tpde.files.tensor_reader import check_digest
 from tpde.files.walk import walk
 from tpde.format.container import TensorSpec
 from tpde.format.container_reader import parse_header
