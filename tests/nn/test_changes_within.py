@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Block, Model, torch
@@ -115,10 +116,19 @@ def test_what_is_read_is_ordinary(pair: tuple[Model, Model]) -> None:
         assert_same_bits(ours(IDS), plain(IDS))
 
 
-def test_arrays_are_read_only() -> None:
+@pytest.mark.parametrize(
+    "array",
+    [
+        lambda weight: weight.numpy(force=True),
+        lambda weight: weight.detach().numpy(),
+        lambda weight: weight.data.t().numpy(),
+        lambda weight: np.asarray(weight.detach()),
+    ],
+)
+def test_arrays_are_read_only(array: Any) -> None:
     class Array(Block):
         def forward(self, x: Any) -> Any:
-            self.up.weight.numpy(force=True)[0] = 1
+            array(self.up.weight)[0] = 1
             return super().forward(x)
 
     ours = pack_module(Model(block=Array).bfloat16().float(), min_bytes=0)

@@ -32,11 +32,15 @@ class Lent(Tensor):
     @property
     def data(self) -> Tensor:
         """The same memory, of which autograd and versions know nothing: read-only, too."""
-        return ReadOnly.of(self.detach(), self.tpde_name)
+        return ReadOnly.of(super().detach(), self.tpde_name)
 
     @data.setter
     def data(self, value: object) -> None:
         raise refuse_change(self.tpde_name, "data =")
+
+    def detach(self) -> Lent:
+        """The same memory, which arrays are mostly made of: not to be changed, either."""
+        return lend(super().detach(), self.tpde_name)
 
     def numpy(self, *, force: bool = False) -> npt.NDArray[np.generic[object]]:
         """The memory as a read-only array."""
