@@ -95,11 +95,13 @@ def test_a_weight_of_another_block() -> None:
 
 def test_what_is_read_is_ordinary(pair: tuple[Model, Model]) -> None:
     plain, ours = pair
+    first = f"{plain.blocks[0].up.weight[0, 0]:.3f}"
     found: list[Any] = []
 
     def look(layer: Any, *_: Any) -> None:
         weight = layer.weight
         assert not torch.overrides.has_torch_function((weight,))
+        assert all(f"{it[0, 0]:.3f}" == first for it in (weight, weight.detach(), weight.data))
         found.extend([copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))])
         found.extend([copy.deepcopy(weight.detach()), pickle.loads(pickle.dumps(weight.detach()))])
         found.extend([weight * 1, weight.clone(), weight.data.clone(), weight.t().contiguous().t()])

@@ -250,6 +250,14 @@ def test_pieces_are_copied_and_saved_as_ordinary_tensors(weight: Any) -> None:
     assert_same_bits(ours.clone(), weight)
 
 
+@torch.no_grad()
+def test_pieces_are_printed_as_ordinary_tensors(weight: Any) -> None:
+    for ours in (packed(weight), packed(weight).detach(), packed(weight).data):
+        assert f"{ours[0, 0]:.3f} {ours[0, 0]}" == f"{weight[0, 0]:.3f} {weight[0, 0]}"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{ours[1]:.3f}"
+
+
 def test_results_keep_their_kinds(weight: Any) -> None:
     class Pair(NamedTuple):
         first: Any

@@ -112,7 +112,7 @@ def rebuilds(reduced: tuple[Any, ...] | str) -> bool:
 
 
 def _plain(argument: Any) -> Any:
-    """What a class makes a module of, without what belongs to the module before: its own methods do as well."""
+    """What a class makes a module of, without what belongs to the module before; it does without."""
     if type(argument) is not dict:
         return argument
     return {name: it for name, it in argument.items() if not isinstance(it, Owned)}

@@ -74,6 +74,11 @@ class ReadOnly(Tensor):
             made: str | tuple[object, ...] = plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
             return made
 
+    def __format__(self, format_spec: str) -> str:
+        """As of an ordinary tensor, which asks for its very class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__format__(format_spec)  # type: ignore[no-untyped-call, no-any-return]
+
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> ReadOnly:
         """A tensor that refuses to be changed."""
