@@ -83,17 +83,18 @@ def test_other_dtypes_keep_their_codes(caplog: pytest.LogCaptureFixture) -> None
         model, x = layer(dtype=dtype), torch.randn(3, 64, dtype=dtype)
         made = fuse(model)
         assert not made.weight.packed.multiplies
-        assert f"weights are {str(dtype).removeprefix('torch.')}" in caplog.text
+        assert f"packed are `Linear` in {str(dtype).removeprefix('torch.')}" in caplog.text
         assert_same_bits(made(x), model(x))
 
 
-def test_many_escapes_keep_their_codes() -> None:
+def test_many_escapes_keep_their_codes(caplog: pytest.LogCaptureFixture) -> None:
     plain = layer(64, 256)
     with torch.no_grad():  # pairs of exponents from end to end, but each row is small and shrinks
         plain.weight[:, ::2] = torch.exp2(torch.randint(-60, 60, (64, 128)).float()).bfloat16()
     made = pack_module(copy.deepcopy(plain), min_bytes=0)
     assert isinstance(made.weight, PackedParameter)
     assert not set_kernels(made, "fused").weight.packed.multiplies
+    assert "as it is packed: windows would take more than 0.85 of their bytes" in caplog.text
     blob = window_plan.encode(plain.weight.detach().view(torch.int16).numpy())
     assert blob.size > MOST_SHARE * plain.weight.nbytes
 

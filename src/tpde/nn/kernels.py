@@ -103,10 +103,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     """
     require_module(model, "set_kernels")
     check_kernels(kernels)
-    uses: dict[PackedTensor, list[tuple[PackedModule, GroupSlot]]] = {}
-    for _, module in packed_modules(model):
-        for slot in module.tpde_slots.values():
-            uses.setdefault(slot.packed, []).append((module, slot))
+    uses = _uses(model)
     fused, taken = kernels == "fused", taken_by_others(model)
     work = [_Work([it]) for it in uses if it.multiplies and not fused]
     if fused:
@@ -130,14 +127,25 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
 
 def tell_if_none(model: nn.Module) -> None:
     """Warn if no weight of a model that was to have fused kernels is in the window layout."""
-    slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
-    if not any(slot.packed.multiplies for slot in slots):
-        kinds = sorted({str(slot.dtype).removeprefix("torch.") for slot in slots}) or ["none"]
-        log.warning(
-            "no weight is multiplied as it is packed: those of `nn.Linear` layers in bfloat16 can be, the "
-            "model's packed weights are %s",
-            ", ".join(kinds),
-        )
+    uses, taken = _uses(model), taken_by_others(model)
+    if any(it.multiplies for it in uses):
+        return
+    if any(it.dtype is torch.bfloat16 and _fits(it, places, taken) for it, places in uses.items()):
+        why = TOO_LARGE
+    else:
+        found = {(it.dtype, module.tpde_base.__name__) for it, places in uses.items() for module, _ in places}
+        kinds = sorted(f"`{kind}` in {str(dtype).removeprefix('torch.')}" for dtype, kind in found)
+        why = "those of `nn.Linear` layers in bfloat16 can be, packed are " + (", ".join(kinds) or "none")
+    log.warning("no weight is multiplied as it is packed: %s", why)
+
+
+def _uses(model: nn.Module) -> dict[PackedTensor, list[tuple[PackedModule, GroupSlot]]]:
+    """Packed weights, each with the modules that have it."""
+    uses: dict[PackedTensor, list[tuple[PackedModule, GroupSlot]]] = {}
+    for _, module in packed_modules(model):
+        for slot in module.tpde_slots.values():
+            uses.setdefault(slot.packed, []).append((module, slot))
+    return uses
 
 
 class _Work(NamedTuple):
