@@ -12,6 +12,7 @@ from torch import nn
 
 import tpde
 import tpde.torch
+from tpde.errors import InvalidArgument
 from tpde.format.constants import ALIGN_BLOB
 from tpde.nn import PackedParameter, pack_module, pack_tensor, packed_modules, supports
 from tpde.nn.modules import is_conv1d
@@ -45,6 +46,14 @@ def test_weights_smaller_than_asked_for_stay_plain() -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
         assert pack_module(model, min_bytes=least) is model
         assert [name for name, _ in packed_modules(model)] == expected
+
+
+@pytest.mark.parametrize("least", ["x", None, float("nan"), -1, 1.5, True])
+def test_a_size_that_is_none_is_refused(least: Any) -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises(InvalidArgument, match=f"`min_bytes` is {least!r}; give a number of bytes"):
+        pack_module(model, min_bytes=least)
+    assert type(model) is nn.Linear
 
 
 def test_how_many_parameters_are_no_longer_trained_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     Raises
     ------
     InvalidArgument
-        If it is no module, or has a parameter without a shape yet.
+        If it is no module, or has a parameter without a shape yet. If `threads` or `min_bytes` is no number
+        of such.
 
     Examples
     --------

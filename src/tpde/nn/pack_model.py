@@ -74,6 +74,23 @@ def _memory(parameter: nn.Parameter) -> object:
     return (at, *read) if at else id(parameter)
 
 
+def _check_min_bytes(min_bytes: Any) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is something else.
+    """
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        raise InvalidArgument(
+            f"`min_bytes` is {min_bytes!r:.50}",
+            hint="give a number of bytes, a whole one; with 0, weights of all sizes are packed",
+            where="min_bytes",
+            found=min_bytes,
+        )
+
+
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
     """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
 
@@ -82,10 +99,11 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     Raises
     ------
     InvalidArgument
-        If it is no module, or has a parameter without a shape yet.
+        If it is no module, or has a parameter without a shape yet. If `min_bytes` is no number of bytes.
     """
     hint = "`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors"
     require_module(model, "pack_module", hint)
+    _check_min_bytes(min_bytes)
     places: dict[object, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
