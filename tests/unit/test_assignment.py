@@ -47,6 +47,8 @@ def test_configurations_that_cannot_run() -> None:
     for source in ({"quant_method": "fp8"}, "fp8"):
         with pytest.raises(InvalidInput, match="quantized with `fp8` before it was packed"):
             PackedConfig(source=source)
+    with pytest.raises(InvalidInput, match="quantized in a way that is not named before it was packed"):
+        PackedConfig(source={})
 
 
 def test_buffers_have_their_places_too() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,16 @@ def test_experts_in_transformers_own_code(tmp_path: Path) -> None:
     wanted = generated(plain, model_impl="transformers")
     assert generated(plain, model_impl="transformers", **TPDE) == wanted
     assert generated(packed(plain), model_impl="transformers") == wanted
+
+
+@pytest.mark.quick
+def test_methods_of_files_may_be_in_capitals(models: Models, tmp_path: Path) -> None:
+    """vLLM takes them so."""
+    shutil.copytree(models["llama-packed"], tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    said = {"quantization_config": {"quant_method": "TPDE", "version": 1}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    close(engine(tmp_path / "model"))
 
 
 def test_ways_of_reading_that_decode_nothing(models: Models) -> None:

@@ -124,12 +124,13 @@ def test_damage_is_named(weights: Any) -> None:
     assert not readers()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 @pytest.mark.parametrize("shape", [(8, 32), (0,), (256,)])
-def test_what_is_no_blob(shape: tuple[int, ...]) -> None:
+def test_what_is_no_blob(shape: tuple[int, ...], dtype: Any) -> None:
     from tpde.errors import TpdeError
     from tpde.integrations.vllm.loader import unpacked
 
-    other = torch.zeros(shape, dtype=torch.uint8)
+    other = torch.zeros(shape, dtype=dtype)
     with pytest.raises(TpdeError, match=r"`w`|w:"):
         list(unpacked(iter([("w_tpde", other)])))
     ids = torch.zeros(4, dtype=torch.int64)  # the name of a plain tensor

@@ -93,6 +93,7 @@ def test_another_quantization_of_a_packed_model(models: Models) -> None:
             "was quantized with `gptq`",
         ),
         ({"quant_method": "tpde", "version": 99}, {}, UnsupportedVersion, "version 99"),
+        ({"quant_method": "tpde", "version": -1}, {}, InvalidInput, "is -1, which is no number from 1 on"),
     ],
 )
 def test_overrides_do_not_hide_what_files_say(

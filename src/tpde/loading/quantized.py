@@ -26,14 +26,14 @@ class PackedConfig:
     UnsupportedVersion
         If the weights were packed by a newer tpde.
     InvalidInput
-        If the version is no integer. If the model was quantized before it was packed: its quantizer and this
+        If the version is no number. If the model was quantized before it was packed: its quantizer and this
         one cannot both load it.
     """
 
     def __init__(self, version: int = VERSION, source: Any = None, **_: Any) -> None:
-        if isinstance(version, bool) or not isinstance(version, int):
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise InvalidInput(
-                f"`version` in the `quantization_config` is {version!r:.50}, which is no integer",
+                f"`version` in the `quantization_config` is {version!r:.50}, which is no number from 1 on",
                 hint="mend the model's `config.json`, or fetch it again",
                 where="version",
                 found=version,
@@ -48,9 +48,9 @@ class PackedConfig:
             )
         if source is not None:
             method = source.get("quant_method") if isinstance(source, dict) else source
+            how = "in a way that is not named" if method is None else f"with `{method}`"
             raise InvalidInput(
-                f"the model was quantized with `{method}` before it was packed, and cannot run from packed "
-                "weights",
+                f"the model was quantized {how} before it was packed, and cannot run from packed weights",
                 hint="restore it with `tpde unpack`",
             )
         self.quant_method: Any = METHOD

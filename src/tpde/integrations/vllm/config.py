@@ -123,7 +123,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from tpde.integrations.vllm import internals, refusals
 
         said = internals.quantization_of_files(model_name, revision)
-        if said is not None and said.get("quant_method") != METHOD:
+        if said is not None and str(said.get("quant_method")).lower() != METHOD:  # vLLM takes it so, too
             raise refusals.quantized(said)
         if said is not None:
             PackedConfig(**said)

@@ -51,11 +51,12 @@ def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def _is_packed(name: str, tensor: Tensor) -> bool:
-    return name.endswith(SUFFIX) and tensor.dtype is torch.uint8
+    return name.endswith(SUFFIX) and tensor.itemsize == 1  # what holds bytes and is no blob, decoding refuses
 
 
 def _is_mapped(name: str, tensor: Tensor) -> bool:
-    return _is_packed(name, tensor) and tensor.device.type == "cpu" and tensor.dim() == 1
+    blob = _is_packed(name, tensor) and tensor.dtype is torch.uint8 and tensor.dim() == 1
+    return blob and tensor.device.type == "cpu"
 
 
 def _groups(weights: Iterable[Named]) -> Iterator[list[Named]]:

@@ -272,7 +272,7 @@ MUTANTS = (
     mutant(
         "versions-of-any-type",
         "loading/quantized.py",
-        "        if isinstance(version, bool) or not isinstance(version, int):\n",
+        "        if isinstance(version, bool) or not isinstance(version, int) or version < 1:\n",
         "        if isinstance(version, bool):\n",
         "a text for a version has users upgrade tpde",
         "integration/test_hostile_directories.py",
