@@ -58,7 +58,9 @@ def _in_pieces(path: Path) -> None:
     ],
 )
 def test_damage_is_found(read: Callable[[Path], Any], damaged: Path) -> None:
-    with pytest.raises(Corrupt, match=r"tensor `norm`: the bytes hash to .* was packed; .*fetch it") as caught:
+    with pytest.raises(
+        Corrupt, match=r"tensor `norm`: the bytes hash to .* was packed; .*fetch it"
+    ) as caught:
         read(damaged)
     assert caught.value.tensor == "norm"
 

@@ -128,14 +128,6 @@ def track_weights(loader: Any) -> None:
         loader.enable_weights_track = True
 
 
-def other_names(model: torch.nn.Module, loaded: set[str]) -> set[str]:
-    """All names of parameters that were loaded by one of them: parts of models are there under several."""
-    names: dict[int, set[str]] = {}
-    for name, it in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(it), set()).add(name)
-    return {name for those in names.values() if those & loaded for name in those}
-
-
 def has_values(layer: Any, name: str) -> bool:
     """Whether values came for a layer's parameter by its loader: what is written otherwise is lost.
 

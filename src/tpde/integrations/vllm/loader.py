@@ -127,6 +127,14 @@ def register() -> None:
             register_model_loader("dummy")(TpdeDummyLoader)
 
 
+def other_names(model: Any, loaded: set[str]) -> set[str]:
+    """All names of parameters that were loaded by one of them: parts of models are there under several."""
+    names: dict[int, set[str]] = {}
+    for name, it in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(it), set()).add(name)
+    return {name for those in names.values() if those & loaded for name in those}
+
+
 class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Reads the files of models as vLLM does; those of packed models decoded, before any name is looked at.
 
@@ -154,7 +162,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
         A router that experts share has two, and vLLM asks for it by one only where models are quantized.
         """
         if loaded_weights is not None:
-            loaded_weights |= internals.other_names(model, loaded_weights)
+            loaded_weights |= other_names(model, loaded_weights)
         super().track_weights_loading(model, loaded_weights, **options)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
