@@ -28,6 +28,15 @@ def test_destinations_that_cannot_be_say_why(tmp_path: Path) -> None:
         FileSink(tmp_path / "there" / "file")
 
 
+def test_a_name_that_ends_with_a_slash_is_of_a_folder(tmp_path: Path) -> None:
+    for name in ("new/", "new//", "."):
+        with pytest.raises(InvalidDestination, match="folder"):
+            FileSink(f"{tmp_path}/{name}", force=True)
+    with pytest.raises(InvalidDestination, match="new/` names a folder"):
+        refuse_file(f"{tmp_path}/new/", force=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- what may be replaced
 
 

@@ -27,7 +27,7 @@ def diff(
         Path,
         typer.Argument(metavar="TARGET", help="What it became; likewise.", readable=False),
     ],
-    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="Where what changed goes.", readable=False)],
+    delta: Annotated[str, typer.Argument(metavar="DELTA", help="Where what changed goes.")],
     fast: Annotated[bool, typer.Option("--fast", help="Larger, and faster to make and to apply.")] = False,
     threads: Annotated[
         int | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,10 +37,8 @@ def pack(
         ),
     ],
     destination: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DST", help="The packed file or directory. SRC is never modified.", readable=False
-        ),
+        str,
+        typer.Argument(metavar="DST", help="The packed file or directory. SRC is never modified."),
     ],
     threads: Annotated[
         int | None,

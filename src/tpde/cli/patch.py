@@ -27,9 +27,7 @@ def patch(
         ),
     ],
     delta: Annotated[Path, typer.Argument(metavar="DELTA", help="What `tpde diff` wrote.", readable=False)],
-    target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="Where the target's files go.", readable=False)
-    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where the target's files go.")],
     threads: Annotated[
         int | None,
         typer.Option(
@@ -55,6 +53,6 @@ def patch(
         patching.patch(base, delta, target, threads=threads, force=force, progress=progress)
     seconds, total = time.perf_counter() - start, target_bytes(delta)
     if as_json:
-        print_json({"target": str(target), "target_bytes": total, "seconds": seconds})
+        print_json({"target": str(Path(target)), "target_bytes": total, "seconds": seconds})
     else:
         print(f"{size(total)} restored, {seconds:.2f} s ({size(total / seconds)}/s)")

@@ -29,9 +29,7 @@ def unpack(
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="A packed file or directory.", readable=False)
     ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="Where the original goes.", readable=False)
-    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the original goes.")],
     threads: Annotated[
         int | None,
         typer.Option(

@@ -155,7 +155,7 @@ def pack(
             path, target, threads=threads, codec=codec, force=force, exclude=patterns, progress=progress
         )
         return _summary(path, target, results, tree.left_out, tree.unmatched, packing=True)
-    _prepare(path, target, force)
+    _prepare(path, destination, force)
     result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
     return _summary(path, target, [result], unmatched=patterns, packing=True)
 
@@ -214,7 +214,7 @@ def unpack(
                 hint=f"name it `{target.with_suffix('.safetensors')}`",
                 where=str(target),
             )
-        _prepare(path, target, force)
+        _prepare(path, destination, force)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
     elif is_resaved(path):
         results, left_out = unpack_resaved(path, target, threads=count, force=force, progress=progress)
@@ -312,11 +312,12 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _prepare(source: Path, destination: Path, force: bool) -> None:
+def _prepare(source: Path, given: str | os.PathLike[str], force: bool) -> None:
     """Refuse a destination for a file, and clear its folder of what killed processes left."""
+    destination = Path(given)
     refuse_sources(destination, source)
     refuse_inside_packed(destination)
-    refuse_file(destination, force)
+    refuse_file(given, force)
     clear(destination.parent)
 
 

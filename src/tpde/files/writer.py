@@ -66,8 +66,9 @@ class PackedWriter:
         force: bool = False,
     ) -> None:
         require_mapping(tensors)
+        given_path(destination)  # and no sink
         self._file = FileWriter(
-            given_path(destination),
+            destination,
             {name: spec_like(name, it) for name, it in tensors.items()},
             metadata=given_metadata(metadata),
             threads=threads,

@@ -62,16 +62,23 @@ def exists_already(path: Path) -> DestinationExists:
     )
 
 
-def refuse_file(path: Path, force: bool) -> os.stat_result | None:
-    """Refuse a destination for a file; returns what is there and may be replaced.
+def refuse_file(given: str | os.PathLike[str], force: bool) -> os.stat_result | None:
+    """Refuse a destination for a file, as it was given; returns what is there and may be replaced.
 
     Raises
     ------
     DestinationExists
         If there is a file or a link, and `force` is false.
     InvalidDestination
-        If there is something else, or a link to it, which is never replaced.
+        If there is something else, or a link to it, which is never replaced; or if its name ends with `/`.
     """
+    path = Path(given)
+    if os.fspath(given).endswith("/"):  # which `Path` drops
+        raise InvalidDestination(
+            f"`{given}` names a folder, and what is written is a file",
+            hint="leave out the slash",
+            where=str(path),
+        )
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -155,7 +162,7 @@ class FileSink:
         given = given_path(path)
         self.path, self.name = anchored(given), str(given)  # the current folder may change meanwhile
         self._force, self._mode = force, mode
-        there = refuse_file(given, force)
+        there = refuse_file(path, force)
         if mode is None and there is not None and stat.S_ISREG(there.st_mode):
             self._mode = stat.S_IMODE(there.st_mode) & 0o777
         clear_files(self.path.parent)

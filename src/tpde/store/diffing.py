@@ -65,7 +65,7 @@ def diff(
     """
     check_progress(progress)
     count, first, second, out = check_threads(threads), *map(given_path, (base, target, delta))
-    refuse_file(out, force)
+    refuse_file(delta, force)
     refuse_sources(out, first, second)
     hint = hint_for(first, out)
     old = open_state(first)

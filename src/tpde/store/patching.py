@@ -71,7 +71,7 @@ def patch(
         refuse_sources(out, *stands_on(state))
         if "" in state.headers:
             refuse_inside_packed(out)
-            refuse_file(out, force)
+            refuse_file(target, force)
             _write_file(state, "", out, force, count, progress)
             return
         for source in stands_on(state):

@@ -74,6 +74,21 @@ def test_destinations_that_cannot_be(run: Run, plain: Path, model: Path, tmp_pat
     assert names(tmp_path) == before
 
 
+def test_a_file_is_written_to_no_name_that_ends_with_a_slash(
+    run: Run, plain: Path, model: Path, tmp_path: Path
+) -> None:
+    """As `cp` writes none."""
+    packed, delta = tmp_path / "packed", tmp_path / "delta"
+    assert run("pack", plain, packed).code == 0
+    assert run("diff", plain, plain, delta).code == 0
+    before = names(tmp_path)
+    for args in (["pack", plain], ["unpack", packed], ["diff", plain, packed], ["patch", plain, delta]):
+        run(*args, f"{tmp_path}/new/").failed(2, "new/` names a folder", "leave out the slash")
+    assert names(tmp_path) == before
+    assert run("pack", model, f"{tmp_path}/new/").code == 0
+    assert run("unpack", tmp_path / "new", f"{tmp_path}/restored/").code == 0
+
+
 def test_read_only_folder(run: Run, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opener = os.open
 
