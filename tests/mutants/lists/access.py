@@ -121,7 +121,7 @@ MUTANTS = (
         "            if not is_own_key(name):\n                said",
         "            if name:\n                said",
         "a model whose tied weights are called `tpde` cannot be saved",
-        _TORCH_FILES,
+        "unit/test_torch_models.py",
     ),
     mutant(
         "tensors-share-memory",
