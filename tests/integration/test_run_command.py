@@ -30,11 +30,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
         {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
     ]
-    pooling = {
-        "word_embedding_dimension": 64,
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
-    }
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+    pooling["pooling_mode_cls_token"] = False
     for folder in (pair.plain, pair.packed):
         (folder / "modules.json").write_text(json.dumps(modules))
         (folder / "1_Pooling").mkdir()

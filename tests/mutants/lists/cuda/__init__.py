@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import decode, deltas, encode, many_rows, products
+from . import decode, deltas, encode, experts, many_rows, products
 
 MUTANTS = (
     *decode.MUTANTS,
     *deltas.MUTANTS,
     *encode.MUTANTS,
+    *experts.MUTANTS,
     *many_rows.MUTANTS,
     *products.MUTANTS,
 )
