@@ -154,6 +154,11 @@ class Asked:
         self.reads.append((begin // 4, end // 4, threads))
         out[:] = self.whole.reshape(-1).view(np.uint8)[begin:end]
 
+    def read_all(self, threads: int) -> Any:
+        out = np.empty(self.spec.nbytes, np.uint8)
+        self.read(0, out.size, out, threads)
+        return out
+
 
 @pytest.mark.parametrize(
     ("index", "read"),

@@ -184,7 +184,6 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         assert self._weights is not None
         model, weights, checkpoint = self._model, self._weights, self._checkpoint
         try:
-            checkpoint.check_plain(name for it in weights.plain for name in chain(*it.names.values()))
             where = devices_of(model, self._device_map)
             where |= {name: device_of(name, self._device_map) for name in weights.runs}
             for device in set(where.values()):
@@ -205,6 +204,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 decoded = self._decode(weights, checkpoint)
                 self._parts = streaming.load(model, checkpoint, weights.runs, where)
                 self.streamed = bool(streaming.streamers)
+            # Last: where there is no room, nothing is read.
+            checkpoint.check_plain(name for it in weights.plain for name in chain(*it.names.values()))
             names = [*weights.runs, *decoded]
             tie(model, weights.runs, self._parts)
             if target.deltas is not None:
