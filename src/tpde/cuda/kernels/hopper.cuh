@@ -199,6 +199,11 @@ __device__ __forceinline__ void keep_register(float& x) { asm volatile("" : "+f"
 __device__ __forceinline__ void keep_register(u32& x) { asm volatile("" : "+r"(x)); }
 #endif
 
+// Whether warps that take so many registers find them among those that all have at first: else they wait for ever.
+__device__ constexpr bool registers_suffice(u32 warps, u32 each, u32 others, u32 of_others, u32 first) {
+  return warps * each + others * of_others <= (warps + others) * first;
+}
+
 template <u32 N>
 __device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
   if constexpr (N == 16) wgmma_16(d, a, b, c, e, x);

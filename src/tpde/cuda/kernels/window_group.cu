@@ -28,6 +28,7 @@
 // Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
 #define REGISTERS (WIDE == 12 ? 152 : EACH == 2 ? 192 : 200)
 #define OTHER_REGISTERS (WIDE == 12 ? 56 : EACH == 2 ? 120 : 104)
+static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
 
 // ---- copies ----
 

@@ -34,6 +34,7 @@
 // Registers of threads that multiply, and of others. All have 168 at first, and 64 Ki are there.
 #define REGISTERS 232
 #define OTHER_REGISTERS 40
+static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, 168));
 
 #define POLLS 32u  // how often a block looks whether others have come: each takes as long as a load from the cache
 #define SUM_BYTES (WIDE * NB * 64)  // of a tile

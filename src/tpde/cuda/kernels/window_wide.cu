@@ -31,6 +31,7 @@
 // Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
 #define REGISTERS (WIDE == 12 ? 152 : 224)
 #define OTHER_REGISTERS 56
+static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
 
 // Copy half a chunk to shared memory, meanwhile, and tell a barrier: the codes and half the low bytes, or what is left. All
 // lie where they do in whole chunks: one half comes while the other one, of a chunk before it, is read.
