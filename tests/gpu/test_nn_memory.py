@@ -9,7 +9,7 @@ import pytest
 from support.models import torch
 from torch import nn
 
-from tpde.nn import PackedParameter, pack_module
+from tpde.nn import PackedParameter, pack_module, set_kernels
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -92,3 +92,19 @@ def test_memory(how: str) -> None:
         f"{block >> 20}, activations {other >> 20}, held besides the packed weights {base >> 20})"
     )
     torch._dynamo.reset()
+
+
+def test_packing_in_place_gives_back_what_plain_weights_had() -> None:
+    """Of a model that was on the device: what PyTorch reserves there shrinks with it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = Wide(4, 6144).to("cuda", torch.bfloat16).requires_grad_(False)  # weights of 72 MiB
+    plain = sum(2 * it.numel() for it in model.parameters())
+    assert torch.cuda.memory_reserved() - before >= plain
+    pack_module(model)
+    gc.collect()
+    assert torch.cuda.memory_reserved() - before <= 0.75 * plain
+    set_kernels(model, "fused")
+    gc.collect()
+    assert torch.cuda.memory_reserved() - before <= 0.75 * plain

@@ -28,6 +28,9 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     `save_pretrained` of a model of transformers or diffusers then writes a packed directory, as of one that
     was loaded packed.
 
+    On a GPU, weights of up to 256 MiB in all are packed at a time, or a larger one by itself, and then no
+    longer there as plain ones: what PyTorch keeps of their memory, the device has back.
+
     Parameters
     ----------
     model : nn.Module

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from tpde.errors import OutOfMemory
 
+# Giving back takes a millisecond or two, in which a GPU packs 500 MB.
+_MUCH = 32 << 20
+
 
 def gib(size: int) -> str:
     """A number of bytes for messages about memory."""
@@ -31,6 +34,23 @@ def free_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     within = min(free + torch.cuda.memory_reserved(device), memory_limit(device))
     return max(int(within - torch.cuda.memory_allocated(device)), 0)
+
+
+def give_back(device: torch.device) -> None:
+    """Let a CUDA device have back what PyTorch keeps of freed tensors, if that is much.
+
+    Else new tensors take parts of it, whose rest stays: of a model of 131 GiB that was packed in place on an
+    H200, 19 GiB.
+
+    Parameters
+    ----------
+    device : torch.device
+        Another one has nothing to be given back.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if kept >= _MUCH:
+            torch.cuda.empty_cache()
 
 
 def require(nbytes: int, device: torch.device, what: str) -> None:

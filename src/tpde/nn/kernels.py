@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.files.given_tensors import require_module
+from tpde.memory.device_memory import give_back
 from tpde.nn.embedding import PackedEmbedding, gathers
 from tpde.nn.group import GroupSlot
 from tpde.nn.modules import PackedLinear, PackedModule
@@ -114,8 +115,11 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     large = set[str]()
     try:
         for some in work:
+            give_back(some.weights[0].sources[0].device)
             if not convert(some, fused) and some.kind:
                 large.add(some.kind)
+        for device in {some.weights[0].sources[0].device for some in work}:
+            give_back(device)
     finally:  # those that were converted are not decoded with their blocks any more, or are again
         if any(_is_misplaced(module, slot) for places in uses.values() for module, slot in places):
             finish(model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from tpde.errors import InvalidArgument, PackedWeight
 from tpde.files.given_tensors import require_module
+from tpde.memory.device_memory import give_back
 from tpde.nn.attached_deltas import leave_deltas
 from tpde.nn.replace import (
     finish,
@@ -27,6 +28,7 @@ from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain
 from tpde.weights.frozen import formatted
 from tpde.weights.pack_tensor import pack_tensors
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 
 log = logging.getLogger("tpde")
@@ -91,23 +93,36 @@ def _check_min_bytes(min_bytes: Any) -> None:
         )
 
 
-def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
-    """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
+class _Chosen(NamedTuple):
+    """What is done with a model's parameters.
 
-    Parameters and result are those of `tpde.pack_module`.
+    Attributes
+    ----------
+    work : list of lists of (str, nn.Parameter)
+        Those to be packed, each with all places that have it.
+    tied : list of (str, PackedParameter)
+        Places that were tied to packed weights since these were packed.
+    plain : Counter of str
+        How many stay plain, by why.
+    """
+
+    work: list[list[tuple[str, nn.Parameter]]]
+    tied: list[tuple[str, PackedParameter]]
+    plain: Counter[str]
+
+
+def _choose(model: nn.Module, min_bytes: int) -> _Chosen:
+    """Say which parameters are packed.
 
     Raises
     ------
     InvalidArgument
-        If it is no module, or has a parameter without a shape yet. If `min_bytes` is no number of bytes.
+        If one has no shape yet.
     """
-    hint = "`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors"
-    require_module(model, "pack_module", hint)
-    _check_min_bytes(min_bytes)
     places: dict[object, list[tuple[str, nn.Parameter, str | None]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)
-    tied: list[tuple[str, PackedParameter]] = []  # to packed weights since these were packed
+    made = _Chosen([], [], Counter())
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -123,33 +138,63 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                     cannot = "of layers that keep theirs plain, as norms do, or biases"
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
                 if before and cannot is None and name not in getattr(module, "tpde_slots", ()):
-                    tied.append((full, parameter))
+                    made.tied.append((full, parameter))
                 memory = _memory(parameter)
                 if memory not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
                 places.setdefault(memory, []).append((full, parameter, cannot))
-    work, plain, frozen = [], Counter[str](), 0
     for uses in places.values():
         cannot = next((it for _, _, it in uses if it is not None), None)
         most = next((it for _, it, _ in uses if it.requires_grad), uses[0][1])
         why = _kept(most, cannot, min_bytes, sizes[True] < sizes[False])
         if why is None:
-            work.append(uses)
+            made.work.append([(full, parameter) for full, parameter, _ in uses])
         else:
-            plain[why] += 1
-    tensors = ((uses[0][0], uses[0][1].data) for uses in work)
-    for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
+            made.plain[why] += 1
+    return made
+
+
+def _tensors(work: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> Iterator[tuple[str, Tensor]]:
+    """What is packed, one after the other; the memory of those before it is a device's again."""
+    for uses in work:
+        give_back(uses[0][1].device)
+        yield uses[0][0], uses[0][1].data
+
+
+def _replace(model: nn.Module, uses: Sequence[tuple[str, nn.Parameter]], packed: PackedTensor) -> None:
+    """Put a packed weight in all places that have a parameter."""
+    made: dict[int, PackedParameter] = {}  # by parameters: tied weights are one, or share memory
+    for full, parameter in uses:
+        if id(parameter) not in made:
+            made[id(parameter)] = PackedParameter(packed, parameter.requires_grad)
+        replace_parameter(model, full, made[id(parameter)])
+
+
+def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
+    """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
+
+    Parameters and result are those of `tpde.pack_module`.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no module, or has a parameter without a shape yet. If `min_bytes` is no number of bytes.
+    """
+    hint = "`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors"
+    require_module(model, "pack_module", hint)
+    _check_min_bytes(min_bytes)
+    work, tied, plain = _choose(model, min_bytes)
+    devices, frozen = {uses[0][1].device for uses in work}, 0
+    for uses, packed in zip(work, pack_tensors(_tensors(work), threads), strict=True):
         if packed is not None:
-            made: dict[int, PackedParameter] = {}  # by parameters: tied weights are one, or share memory
             frozen += uses[0][1].requires_grad
-            for full, parameter, _ in uses:
-                if id(parameter) not in made:
-                    made[id(parameter)] = PackedParameter(packed, parameter.requires_grad)
-                replace_parameter(model, full, made[id(parameter)])
+            _replace(model, uses, packed)
         else:
             plain["such that they would not shrink"] += 1
-        uses.clear()
+        uses.clear()  # nothing here holds the plain weight any more
+    for device in devices:
+        give_back(device)
     for full, held in tied:
         replace_parameter(model, full, held)
     if not any(packed_modules(model)):

@@ -43,10 +43,10 @@ def pack_sources(
         For each, in their order; None if it would not shrink.
     """
     for made in packed_there(tensors, CODEC, threads=threads):
-        if made.blob is not None:
-            yield Resident(made.blob, made.name)
-        else:
-            yield _pack_on_host(made.tensor, made.name, threads)
+        blob = made.blob
+        one = Resident(blob, made.name) if blob is not None else _pack_on_host(*made[:2], threads)
+        del made  # and its tensor, before others are packed
+        yield one
 
 
 def pack_source(tensor: Tensor, name: str, threads: int | None = None) -> Resident | None:
@@ -63,7 +63,7 @@ def hold_raw(tensor: Tensor, name: str) -> Resident:
     return _resident(sink, writer.finish(xxhash.xxh3_128_digest(data.data)), tensor, name)
 
 
-def _pack_on_host(tensor: Tensor, name: str, threads: int | None) -> Resident | None:
+def _pack_on_host(name: str, tensor: Tensor, threads: int | None) -> Resident | None:
     spec = torch_spec(name, tensor)
     sink = BytesSink(spec.nbytes + (1 << 16))
     writer = TensorWriter(

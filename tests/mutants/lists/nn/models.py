@@ -46,6 +46,14 @@ MUTANTS = (
         "nn/test_pack_module.py",
     ),
     mutant(
+        "plain-weights-stay-while-others-are-packed",
+        "weights/pack_source.py",
+        "        del made  #",
+        "        pass  #",
+        "a plain weight more is in memory while a model is packed in place",
+        "nn/test_packing_memory.py",
+    ),
+    mutant(
         "embeddings-that-are-renormalized",
         "nn/replace.py",
         "return module.max_norm is None and not module.sparse",
