@@ -48,10 +48,16 @@ def patch(
     """
     from tpde.store import patching
 
-    start = time.perf_counter()
+    start, total = time.perf_counter(), 0
     with progress_bar("patching", lambda: target_bytes(delta)) as progress:
-        patching.patch(base, delta, target, threads=threads, force=force, progress=progress)
-    seconds, total = time.perf_counter() - start, target_bytes(delta)
+
+        def done(count: int) -> None:
+            nonlocal total
+            total += count
+            progress(count)
+
+        patching.patch(base, delta, target, threads=threads, force=force, progress=done)
+    seconds = time.perf_counter() - start
     if as_json:
         print_json({"target": str(Path(target)), "target_bytes": total, "seconds": seconds})
     else:

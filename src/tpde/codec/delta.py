@@ -116,26 +116,28 @@ class ChangeModel:
         if old.size != new.size or old.size % self.word_bytes:
             raise ValueError(f"{old.size} and {new.size} bytes are no two states of a tensor")
         chunks = chunk_count(old.size // self.word_bytes)
-        changes, sizes = np.empty(chunks, np.uint32), np.empty(chunks, np.uint32)
+        changes, sizes = np.empty((2, chunks), np.uint32)
         # The least is for chunks of a few words. A system with large pages gives all of it memory.
         room = chunk_room(old.size, chunks) + _ROOM_LEFT
-        check_sum = 0
         out, parts = np.empty(room * min(chunks, _TOGETHER), np.uint8), list[Bytes]()
+        # Places are computed from these: of small tensors, most of the time goes to asking for them.
+        old_at, new_at, out_at = address(old), address(new), address(out)
+        changes_at, sizes_at = address(changes.view(np.uint8)), address(sizes.view(np.uint8))
+        check_sum, used, part_check, error = 0, ctypes.c_uint64(), ctypes.c_uint64(), Error()
         for first in range(0, chunks, _TOGETHER):
             last = min(first + _TOGETHER, chunks)
             begin = chunk_range(first, old.size, self.word_bytes)[0]
             end = chunk_range(last - 1, old.size, self.word_bytes)[1]
-            used, part_check, error = ctypes.c_uint64(), ctypes.c_uint64(), Error()
             code = core().tpde_delta_encode(
                 self._handle,
-                address(old[begin:end]),
-                address(new[begin:end]),
+                old_at + begin,
+                new_at + begin,
                 (end - begin) // self.word_bytes,
-                address(out),
+                out_at,
                 room * (last - first),
                 ctypes.byref(used),
-                address(changes[first:last].view(np.uint8)),
-                address(sizes[first:last].view(np.uint8)),
+                changes_at + 4 * first,
+                sizes_at + 4 * first,
                 first * CHUNK_WORDS,
                 ctypes.byref(part_check),
                 threads,
@@ -146,7 +148,7 @@ class ChangeModel:
             check(code, error)
             parts.append(out[: used.value].copy())
             check_sum += part_check.value
-        data: Bytes = np.concatenate(parts) if parts else out
+        data: Bytes = parts[0] if len(parts) == 1 else np.concatenate([out[:0], *parts])
         return Sparse(data, changes, sizes, check_sum % (1 << 64))
 
     def apply(self, sparse: Sparse, words: Bytes, threads: int = 1, *, dry: bool = False) -> None:

@@ -7,6 +7,8 @@ import ctypes
 from tpde.codec.native import address, as_bytes, core
 from tpde.io.buffers import Buffer
 
+_Sums = ctypes.c_uint64 * 2
+
 
 def fingerprint(data: Buffer, offset: int = 0) -> bytes:
     """The fingerprint of a tensor's bytes, or the share that some of them have in it (delta.md 4).
@@ -23,6 +25,6 @@ def fingerprint(data: Buffer, offset: int = 0) -> bytes:
     bytes
         Two sums of 64 bits. Those of parts, added up, are the tensor's.
     """
-    part, sums = as_bytes(data), (ctypes.c_uint64 * 2)()
+    part, sums = as_bytes(data), _Sums()
     core().tpde_fingerprint(address(part), part.size, offset, sums)
     return bytes(sums)

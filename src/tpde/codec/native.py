@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -250,6 +251,8 @@ def as_bytes(buffer: Buffer) -> Bytes:
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise ValueError("the core takes contiguous buffers only")
+        if buffer.ndim == 1 and buffer.dtype == np.uint8:
+            return cast(Bytes, buffer)
         return buffer.reshape(-1).view(np.uint8)
     return np.frombuffer(buffer, dtype=np.uint8)
 

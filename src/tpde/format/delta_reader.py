@@ -204,9 +204,10 @@ class _Reader:
         counts = [it.chunks for it in sparse]
         self.check(len(planes) == 8 * sum(counts), f"records of {len(planes)} bytes, not {8 * sum(counts)}")
         changes, sizes = np.frombuffer(merge_planes(planes, 4), "<u4").reshape(2, -1)
-        at = 0
+        models, at = len(head.models), 0
         for it, count in zip(sparse, counts, strict=True):
-            self.check(it.model < len(head.models), f"tensor `{it.name}`: there is no model {it.model}")
+            if it.model >= models:
+                raise self._damaged(f"tensor `{it.name}`: there is no model {it.model}")
             it.changes, it.sizes = changes[at : at + count], sizes[at : at + count]
             at += count
         filled = [(it, count) for it, count in zip(sparse, counts, strict=True) if count or it.size]
@@ -214,7 +215,8 @@ class _Reader:
         firsts = np.cumsum([0, *(count for _, count in filled)])[:-1]
         sums = np.add.reduceat(sizes, firsts, dtype=np.uint64).tolist() if filled else []
         for (it, _), size in zip(filled, sums, strict=True):
-            self.check(size == it.size, f"tensor `{it.name}`: its chunks' sizes")
+            if size != it.size:
+                raise self._damaged(f"tensor `{it.name}`: its chunks' sizes")
 
     def _hashes(self, head: Head, hashes: bytes) -> None:
         at = 0

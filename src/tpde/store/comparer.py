@@ -82,6 +82,6 @@ class HostComparer:
             return entry, store_whole(spec, new, self._threads)
         old = self._base.read(base, self._threads)
         entry.base = fingerprints.fingerprint(old)
-        if are_equal(old, new):
+        if entry.base == entry.target and are_equal(old, new):
             return entry, TensorPayload(SAME, new[:0])
         return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)

@@ -103,11 +103,17 @@ def is_clear(spec: TensorSpec, sparse: Sparse) -> bool:
     return bool(DTYPES[spec.dtype].rotate) and sparse.data.size < spec.nbytes * _CLEAR
 
 
+def _is_constant(words: Bytes, b: int) -> bool:
+    """Whether all words of so many bytes are one."""
+    second = words[b : 2 * b].tobytes()  # most tensors show here that they are not
+    return second in (b"", words[:b].tobytes()) and repeats(words, words[:b]) == words.size
+
+
 def store_change(spec: TensorSpec, model: ChangeModel, old: Bytes, new: Bytes, threads: int) -> TensorPayload:
     """Store what changed, as whatever takes the fewest bytes."""
     sparse = model.encode(old, new, threads)
     b = DTYPES[spec.dtype].word_bytes
-    if sparse is not None and is_clear(spec, sparse) and repeats(new, new[:b]) < new.size:
+    if sparse is not None and is_clear(spec, sparse) and not _is_constant(new, b):
         return TensorPayload(SPARSE, sparse.data, sparse)
     found = [] if sparse is None else [TensorPayload(SPARSE, sparse.data, sparse)]
     parts = (slice(at, at + _HELD) for at in range(0, new.size, _HELD))
