@@ -26,6 +26,7 @@ def prepare(model: nn.Module) -> None:
     has a loader that counts, vLLM leaves as it is.
     """
     _tie(model)
+    _pair(model)
     refuse_saving(model)
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -65,6 +66,19 @@ def _tie(model: nn.Module) -> None:
         for name, head in list(parent._modules.items()):
             if isinstance(head, ParallelLMHead) and _is_packed(head) and first[id(head.weight)] is not head:
                 setattr(parent, name, head.quant_method.tie_weights(head, first[id(head.weight)]))
+
+
+def _pair(model: nn.Module) -> None:
+    """Tell an embedding and a head of each other, of which files may hold the same values.
+
+    Of models that have one of each, as vLLM ties plain ones.
+    """
+    found: list[Any] = [it for it in model.modules() if _is_packed(it)]
+    heads = [it for it in found if isinstance(it, ParallelLMHead)]
+    embeddings = [it for it in found if not isinstance(it, ParallelLMHead)]
+    if len(heads) == len(embeddings) == 1 and heads[0].weight.shape == embeddings[0].weight.shape:
+        heads[0].quant_method.pair(embeddings[0])
+        embeddings[0].quant_method.pair(heads[0])
 
 
 def _is_packed(layer: nn.Module) -> bool:

@@ -54,6 +54,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         self.kernels = check_kernels(kernels)
         self.report = LoadReport(self.kernels)
         self._room = Room()
+        self._has_copy = False
         loader.register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,7 +112,8 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
         `quantization_config` in `--hf-overrides` takes the place of the file's, with all that it says. And a
         head is not tied to the embeddings where packed files have one of its own: vLLM looks for that in
-        plain files, from 0.29 on; packed ones have other names.
+        plain files, from 0.29 on; packed ones have other names. Heads that turn out to be a copy are tied
+        again, by vLLM only where they are plain.
 
         Raises
         ------
@@ -131,7 +133,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
             return
         if not internals.unties_heads():
             return
-        if any(name.endswith(_LM_HEAD + SUFFIX) for name in internals.names_in_files(model_name, revision)):
+        names = internals.names_in_files(model_name, revision)
+        self._has_copy = any(it.endswith((_LM_HEAD, _LM_HEAD + SUFFIX)) for it in names)
+        if any(it.endswith(_LM_HEAD + SUFFIX) for it in names):
             hf_config.tie_word_embeddings = False
             hf_config.get_text_config().tie_word_embeddings = False
 
@@ -162,7 +166,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            return None if internals.head_classifies() else TpdeEmbeddingMethod(self.report, prefix)
+            if internals.head_classifies():
+                return None
+            return TpdeEmbeddingMethod(self.report, prefix, may_share=self._has_copy)
         if isinstance(layer, internals.RoutedExperts) and refusals.can_pack_experts():
             plain = internals.UnquantizedFusedMoEMethod(layer.moe_config)
             return TpdeExpertsMethod(self.report, plain, self._room, prefix)

@@ -14,6 +14,7 @@ from tpde.frameworks import torch_dtype_name
 from tpde.integrations.vllm import handle_operators, internals, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
+from tpde.weights.packed_tensor import PackedTensor
 
 
 class Decoded:
@@ -72,7 +73,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if (before := layer.__dict__.get("tpde")) is not None:
             if HANDLE not in layer._buffers:  # vLLM took the layer apart, and loaded it anew
-                before.reload(layer)
+                self._reload(layer, before)
                 return
             if before.packed is not None and layer.weight.data.dtype != torch.uint8:
                 raise refusals.no_reload(self._name)
@@ -86,7 +87,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
         spare = mover is None and internals.records_graphs()
-        packed = hold(self._report, weight.detach().contiguous(), self._name, spare=spare)
+        packed = self._pack(weight.detach().contiguous(), spare)
         if mover is not None:
             self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
         if packed is not None and mover is not None:
@@ -99,6 +100,12 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if not self._report.awaited and not self._report.any_on_host:
                 raise refusals.nothing_moved()
             self._report.tell()
+
+    def _pack(self, plain: Tensor, spare: bool) -> PackedTensor | None:
+        return hold(self._report, plain, self._name, spare=spare)
+
+    def _reload(self, layer: Any, weight: Weight) -> None:
+        weight.reload(layer)
 
     def _needs_values(self) -> bool:
         """Whether the layer is of no use without values from files."""

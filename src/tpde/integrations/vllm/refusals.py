@@ -164,6 +164,16 @@ def no_room(name: str) -> PackedWeight:
     )
 
 
+def no_parting(name: str) -> PackedWeight:
+    """The refusal to take a head and an embedding that differ, where CUDA graphs read one matrix for both."""
+    return PackedWeight(
+        f"`{name}` is the head and the embedding, whose values were the same; vLLM was asked to load others, "
+        "which differ, where CUDA graphs read it",
+        hint="start vLLM with the new weights, or with `--enforce-eager`",
+        where=name,
+    )
+
+
 def no_reload(name: str) -> PackedWeight:
     """The refusal to take other values for a weight that serves already."""
     return PackedWeight(

@@ -101,12 +101,40 @@ class Weight:
         PackedWeight
             If it cannot take it.
         """
-        layer.register_buffer(HANDLE, self._handle, persistent=False)
         if self.packed is None:
+            layer.register_buffer(HANDLE, self._handle, persistent=False)
             self._method.process_weights_after_loading(layer)
             return
         replace(self.packed, layer.weight.detach().contiguous(), self._parameter, self._recorded)
-        layer.weight, self._prepared = self._parameter, False
+        self._prepared = False
+        self.put_back(layer)
+
+    def put_back(self, layer: Any) -> None:
+        """Give a layer that vLLM took apart its own tensors again."""
+        layer.register_buffer(HANDLE, self._handle, persistent=False)
+        layer.weight = self._parameter
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM took the layer apart to load it anew, and no values have come for it yet."""
+        return HANDLE not in self._layer()._buffers  # type: ignore[union-attr]
+
+    def follow(self, other: Weight) -> None:
+        """Be told that one with the same packed tensor gave it other values."""
+        self._parameter.data, self._prepared = other._parameter.data, False
+
+    def part(self) -> None:
+        """Have a packed tensor of its own, which another has, too: `reload` gives it other values.
+
+        Raises
+        ------
+        PackedWeight
+            If CUDA graphs read the one that there is.
+        """
+        assert self.packed is not None
+        if self._recorded:
+            raise refusals.no_parting(self.packed.name)
+        self.packed = PackedTensor(self.packed.sources[0])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ W.T + bias`."""
@@ -194,6 +222,13 @@ class OffloadedWeight(Weight):
         """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
         self._follow()
         return super().rows(ids)
+
+
+def has_bits(packed: PackedTensor, plain: Tensor) -> bool:
+    """Whether a contiguous tensor of the same shape and dtype has the same bits; little memory is needed."""
+    flat = plain.view(-1).view(torch.uint8)
+    pieces = packed.span(0, packed.nbytes).pieces()
+    return all(torch.equal(it.decoded(), flat[it.begin : it.end]) for it in pieces)
 
 
 def replace(packed: PackedTensor, plain: Tensor, parameter: BlobParameter, recorded: bool) -> None:
