@@ -57,9 +57,9 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
         if parts:
             stem, path = stems.setdefault(path[0], _stem(path[0], stems)), path[1:]
         names = files.setdefault(f"{stem}{SAFETENSORS}", {})
-        name = free = "/".join(path) or "tensor"
-        while free in names or free == "__metadata__":
-            free = f"{name}'{len(names)}"
+        name = "/".join(path) or "tensor"
+        others = (f"{name}'{number}" for number in itertools.count(len(names)))
+        free = next(it for it in itertools.chain([name], others) if it not in {"__metadata__", *names})
         names[free] = tensor
         return [f"{stem}{SAFETENSORS}", free]
 

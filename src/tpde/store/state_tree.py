@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import struct
@@ -176,9 +177,9 @@ class StateTree:
         if same in self._known:
             return self._known[same]
         stem = self._text("/".join(map(str, path)), path) or "tensor"
-        name = stem
-        while name in self.leaves or name == "__metadata__":
-            name = f"{stem}'{len(self.leaves)}"
+        others = (f"{stem}'{number}" for number in itertools.count(len(self.leaves)))
+        free = (it for it in itertools.chain([stem], others) if it not in self.leaves)
+        name = next(it for it in free if it != "__metadata__")
         self.leaves[name], self.specs[name], self._known[same] = leaf, spec, name
         return name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,9 @@ class StoredSteps:
         for step in self.steps:
             path = self.directory / name_of(step)
             size = 0
-            try:
+            with contextlib.suppress(OSError):  # of which opening it says more
                 size = path.stat().st_size
+            try:
                 it = open_step(self.directory, step)
             except FileNotFoundError:  # pruned meanwhile
                 continue

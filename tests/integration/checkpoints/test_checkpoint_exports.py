@@ -112,3 +112,25 @@ def test_a_full_disk_is_told_of_the_json_too(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match=r"failed at byte 0: No space .*; nothing was left.*out/state\.json"):
         store.export(1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["a/b", "m"])
+def test_names_that_are_taken_as_others_would_be(key: str, tmp_path: Path) -> None:
+    """Two ways to a tensor have one name, and the first name instead of it is a third tensor's."""
+    one, two, three = (torch.full((2,), float(it)) for it in (1, 2, 3))
+    inner: dict[str, Any] = {"a/b": one, "a/b'2": two, "a": {"b": three}}
+    state = inner if key == "a/b" else {"first": three.clone(), "m": inner}
+    store = CheckpointStore(tmp_path / "store")
+    store.save(1, state)
+    assert equal(store.load(1), state)
+    store.export(1, tmp_path / "out")
+    rest = json.loads((tmp_path / "out" / "state.json").read_text())["state"]
+    assert len({json.dumps(it) for it in _places(rest)}) == len(_places(rest)) == (3 if inner is state else 4)
+
+
+def _places(rest: Any) -> list[Any]:
+    """Where an export's tensors are."""
+    if isinstance(rest, list) and rest[:1] == ["tensor"]:
+        return [rest]
+    parts = rest.values() if isinstance(rest, dict) else rest if isinstance(rest, list) else ()
+    return [place for part in parts for place in _places(part)]

@@ -149,6 +149,20 @@ def test_other_deltas_are_no_steps(tmp_path: Path) -> None:
     assert len(CheckpointStore(tmp_path).verify()) == 2
 
 
+def test_a_step_on_a_disk_that_is_gone_is_a_problem(tmp_path: Path) -> None:
+    """A link to it is still there: it was not pruned."""
+    with CheckpointStore(tmp_path, keyframe_every=1) as store:
+        for step in (1, 2):
+            store.save(step, {"w": torch.full((3,), float(step))})
+    path = tmp_path / "step-00000002.tpde"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert CheckpointStore(tmp_path).verify() == []
+    (tmp_path / "elsewhere").unlink()
+    (found,) = CheckpointStore(tmp_path).verify()
+    assert found.file == str(path)
+
+
 @pytest.mark.parametrize(
     "name", ["step-1.tpde", "step-000000001.tpde", "step-00000001.tpde~", "notes", "step--0000001.tpde"]
 )

@@ -196,8 +196,8 @@ MUTANTS = (
     mutant(
         "names-of-tensors-twice",
         "store/state_tree.py",
-        'while name in self.leaves or name == "__metadata__":',
-        'while name == "__metadata__":',
+        "itertools.chain([stem], others) if it not in self.leaves)",
+        "itertools.chain([stem], others))",
         "of two tensors of one path the last one wins",
         "unit/test_trees.py",
     ),
