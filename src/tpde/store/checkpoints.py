@@ -18,7 +18,7 @@ from tpde.store.background_save import BackgroundSave
 from tpde.store.chain import MAX_STEP, STEP, TREE, close_links, name_of, open_links, state_of, steps_in
 from tpde.store.delta_writer import write_delta_file
 from tpde.store.open_state import MAX_CHAIN
-from tpde.store.pruning import base_of, needed, remove
+from tpde.store.pruning import base_of, needed, remove, remove_older
 from tpde.store.staging import Staging
 from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
@@ -195,8 +195,7 @@ class CheckpointStore(StoredSteps):
         if self._retain:
             self._retained = step, target, memory
         if self._keep is not None:
-            there.append(step)
-            remove(self.directory, set(there).difference(needed(self.directory, there[-self._keep :])))
+            remove_older(self.directory, [*there, step], self._keep)
 
     def _write(self, step: int, target: State, base: int | None, *, force: bool = False) -> None:
         """Write a step's file on a base, or as a keyframe if there is none or the chain is long enough."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tpde.errors import TpdeError
 from tpde.io.sinks import sync_folder
 from tpde.store.chain import name_of, open_step
+
+log = logging.getLogger("tpde")
 
 
 def needed(folder: Path, steps: Iterable[int]) -> set[int]:
@@ -32,3 +36,11 @@ def remove(folder: Path, steps: Iterable[int]) -> None:
     for step in sorted(steps, reverse=True):
         (folder / name_of(step)).unlink(missing_ok=True)
         sync_folder(folder)
+
+
+def remove_older(folder: Path, steps: Sequence[int], keep: int) -> None:
+    """Remove what none of the newest steps stands on. The last was saved just now: failures are logged."""
+    try:
+        remove(folder, set(steps).difference(needed(folder, steps[-keep:])))
+    except (TpdeError, OSError) as error:
+        log.warning("step %d is saved, but not all older ones that can go are removed: %s", steps[-1], error)

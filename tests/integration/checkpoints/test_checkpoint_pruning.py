@@ -142,3 +142,21 @@ def test_an_open_reader_outlives_pruning(
         state.read(("", name), 1).tobytes() == run[3]["model"]["0.bias"].view(torch.uint8).numpy().tobytes()
     )
     state.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_that_cannot_be_read_does_not_undo_a_save(
+    background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointStore(tmp_path, keyframe_every=1) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"w": torch.full((1000,), float(step))})
+    damaged = tmp_path / "step-00000001.tpde"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    with CheckpointStore(tmp_path, keyframe_every=1, keep=4) as store:
+        store.save(4, {"w": torch.full((1000,), 4.0)}, background=background)
+        store.wait()
+        assert store.steps == (1, 2, 3, 4)
+        assert equal(store.load(4), {"w": torch.full((1000,), 4.0)})
+    assert "step 4 is saved, but not all older ones" in caplog.text
+    assert damaged.name in caplog.text
