@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from tpde.format.constants import DTYPES
-from tpde.format.delta_head import SAME, SPARSE, Head, WeightsEntry
+from tpde.format.delta_head import SAME, SPARSE, WeightsEntry
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
 
@@ -84,15 +84,14 @@ def inspect_delta(path: str | os.PathLike[str]) -> DeltaReport:
     """
     file = DeltaFile(FileSource(existing_delta(path)))
     try:
-        return report(file.head, file.name, file.size)
+        return _report(file)
     finally:
         file.close()
 
 
-def report(head: Head, path: str, file_bytes: int) -> DeltaReport:
-    """Tell what is in a delta file of so many bytes, whose head was read, or written just now."""
+def _report(file: DeltaFile) -> DeltaReport:
     tensors = []
-    for entry in head.files:
+    for entry in file.head.files:
         for it in entry.tensors if isinstance(entry, WeightsEntry) else ():
             words = it.spec.nbytes // DTYPES[it.spec.dtype].word_bytes
             changed = 0.0 if it.codec == SAME else None
@@ -111,5 +110,5 @@ def report(head: Head, path: str, file_bytes: int) -> DeltaReport:
                 )
             )
     total = sum(it.bytes for it in tensors)
-    others = tuple((it.name, it.size) for it in head.others)
-    return DeltaReport(path, head.base, file_bytes, total, total / file_bytes, tuple(tensors), others)
+    others = tuple((it.name, it.size) for it in file.head.others)
+    return DeltaReport(file.name, file.head.base, file.size, total, total / file.size, tuple(tensors), others)

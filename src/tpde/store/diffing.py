@@ -10,7 +10,7 @@ from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
-from tpde.store.delta_report import DeltaReport, report
+from tpde.store.delta_report import DeltaReport, inspect_delta
 from tpde.store.delta_writer import hint_for, write_delta_file
 from tpde.store.open_state import open_state, stands_on
 from tpde.store.states import State
@@ -76,7 +76,7 @@ def diff(
                 refuse_nested(source, out)
             _refuse_unlike(old, new)
             _refuse_unrelated(old, new)
-            head = write_delta_file(
+            write_delta_file(
                 old,
                 new,
                 out,
@@ -90,7 +90,7 @@ def diff(
             new.close()
     finally:
         old.close()
-    return report(head, str(out), out.stat().st_size)
+    return inspect_delta(out)
 
 
 def _refuse_unlike(base: State, target: State) -> None:
