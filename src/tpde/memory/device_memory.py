@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tpde.errors import OutOfMemory
 
-# Giving back takes a millisecond or two, in which a GPU packs 500 MB.
+# A guess at what is worth a call that may wait for the device: what it costs was not measured.
 _MUCH = 32 << 20
 
 
