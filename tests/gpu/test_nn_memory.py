@@ -99,12 +99,17 @@ def test_packing_in_place_gives_back_what_plain_weights_had() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    model = Wide(4, 6144).to("cuda", torch.bfloat16).requires_grad_(False)  # weights of 72 MiB
+    block = 2 * 6144 * 6144
+    model = Wide(12, 6144).to("cuda", torch.bfloat16).requires_grad_(False)  # weights of 72 MiB
     plain = sum(2 * it.numel() for it in model.parameters())
     assert torch.cuda.memory_reserved() - before >= plain
     pack_module(model)
-    gc.collect()
-    assert torch.cuda.memory_reserved() - before <= 0.75 * plain
-    set_kernels(model, "fused")
-    gc.collect()
-    assert torch.cuda.memory_reserved() - before <= 0.75 * plain
+    for kernels in ("exact", "fused"):
+        set_kernels(model, kernels)
+        gc.collect()
+        packed = {it.packed for it in model.parameters() if isinstance(it, PackedParameter)}
+        # Two blocks are room for rows that are decoded. PyTorch may keep as much as one more, in parts of what
+        # plain weights had and packed ones took.
+        allowed = sum(it.packed_bytes for it in packed) + 3 * block + (40 << 20)
+        assert allowed < 0.9 * plain
+        assert torch.cuda.memory_reserved() - before <= allowed

@@ -70,4 +70,4 @@ def test_room_of_wide_products(most: int, cluster: int, warps: int) -> None:
     (found,) = (it for it in ways if it.cluster == cluster)
     assert found.warps == warps + 4
     pieces, sums, chunks = 4 * 128 * most, 2 * 256 * most, warps * (2048 + 5632)
-    assert found.shared == pieces + sums + chunks + 8 * (2 + 2 * warps // 4 + 2 * warps + 8)
+    assert found.shared == pieces + sums + chunks + 8 * (2 + 2 * warps // 4 + 8)

@@ -226,7 +226,7 @@ def _teams(window: Window, rows: int) -> list[tuple[int, int]]:
 
 def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
     """Groups of warps take turns, and x, which another kernel arranges, passes through shared memory."""
-    barriers = 8 * (_ROOMS + _ROOMS * warps // TOGETHER + 2 * warps + 2 * _PIECES)
+    barriers = 8 * (_ROOMS + _ROOMS * warps // TOGETHER + 2 * _PIECES)
     shared = _PIECES * rows * 128 + _ROOMS * rows * 256 + warps * (_PLANE + CHUNK_BYTES) + barriers
     defines = matrix_defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
     room, warps = window.stripe_chunks * rows * 512, warps + _OTHER_WARPS

@@ -121,6 +121,19 @@ __device__ __forceinline__ Place place_of(const Matrix& m, u32 stripe, u32 chunk
   return {body_of(m, stripe, chunk), pairs_of(m, chunk)};
 }
 
+// Copy a lane's share of half a chunk, meanwhile: the codes and half the low bytes, or what is left.
+__device__ __forceinline__ void fetch_half(u32 to, const Place& p, u32 half, u32 lane) {
+  const u32 at = LOW_AT + 2048 * half, codes = 384 * p.pairs, low = 1024 * (half ? p.pairs - min(p.pairs, 2u) : min(p.pairs, 2u));
+  const u8* const from = p.body + codes + 2048 * half;
+  if (half == 0)
+#pragma unroll
+    for (u32 i = 0; i < 3; i++)
+      if (!TAIL || 512 * i + 16 * lane < codes) copy_16(to + 512 * i + 16 * lane, p.body + 512 * i + 16 * lane);
+#pragma unroll
+  for (u32 i = 0; i < 4; i++)
+    if (!TAIL || 512 * i + 16 * lane < low) copy_16(to + at + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
+}
+
 // What a lane has of a pair of tiles, but its codes: low bytes, and what is XORed to high ones.
 struct Pair {
   uint4 low[2];

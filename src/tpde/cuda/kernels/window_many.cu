@@ -177,19 +177,6 @@ __device__ __forceinline__ void add_runs(u8* at, u64 apart, u32 runs, u8* own, u
   }
 }
 
-// Copy a lane's share of half a chunk, meanwhile: the codes and half the low bytes, or what is left.
-__device__ __forceinline__ void fetch_half(u32 to, const Place& p, u32 half, u32 lane) {
-  const u32 at = LOW_AT + 2048 * half, codes = 384 * p.pairs, low = 1024 * (half ? p.pairs - min(p.pairs, 2u) : min(p.pairs, 2u));
-  const u8* const from = p.body + codes + 2048 * half;
-  if (half == 0)
-#pragma unroll
-    for (u32 i = 0; i < 3; i++)
-      if (!TAIL || 512 * i + 16 * lane < codes) copy_16(to + 512 * i + 16 * lane, p.body + 512 * i + 16 * lane);
-#pragma unroll
-  for (u32 i = 0; i < 4; i++)
-    if (!TAIL || 512 * i + 16 * lane < low) copy_16(to + at + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
-}
-
 // Two sums of a row of the matrix, as they are stored.
 __device__ __forceinline__ u32 two_ended(float a, float b, float bias, bool add) {
   return rounded(add ? a + bias : a) | (u32)rounded(add ? b + bias : b) << 16;

@@ -4,8 +4,8 @@
 //
 // A cluster of blocks takes four stripes at a time together, a turn, each block one part of their columns or two. A group of
 // four warps multiplies a turn: `wgmma` multiplies the words in their registers by x in shared memory, and adds 16 products
-// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. All blocks' sums of a stripe and eight rows
-// of x go to one of them, which ends them.
+// at a time to the bits that `mma.m16n8k16` gives. Groups of a block take turns. Each lane copies what it reads of a chunk,
+// half of it at a time. All blocks' sums of a stripe and eight rows of x go to one of them, which ends them.
 //
 // A block has WIDE warps that multiply, one that has pieces of x copied while others are multiplied, and three that add
 // sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
@@ -24,6 +24,8 @@
 #define ENDERS 3u               // of them, those that end sums
 #define ALL_WARPS (WIDE + OTHERS)
 #define GROUPS (WIDE / 4u)
+// Tiles that are decoded before their products begin, where registers have room for their words.
+#define AT_ONCE (WIDE == 8 ? 2u : 1u)
 #define STAGES 4u                 // pieces of x in shared memory: a chunk's
 #define ROOMS 2u                  // for turns' sums
 // Barriers of rooms that have been read: a turn's group waits for each of its own once, whichever groups were there before.
@@ -32,22 +34,6 @@
 #define REGISTERS (WIDE == 12 ? 152 : 224)
 #define OTHER_REGISTERS 56
 static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
-
-// Copy half a chunk to shared memory, meanwhile, and tell a barrier: the codes and half the low bytes, or what is left. All
-// lie where they do in whole chunks: one half comes while the other one, of a chunk before it, is read.
-__device__ __forceinline__ void bring_half(u32 to, u32 barrier, const Place& p, u32 half, u32 lane) {
-  const u32 codes = 384 * p.pairs, low = 1024 * (half ? p.pairs - min(p.pairs, 2u) : min(p.pairs, 2u));
-  if (lane || !low) return;
-  const u32 at = LOW_AT + 2048 * half;
-  expect(barrier, half ? low : codes + low);
-#if TAIL
-  if (!half) copy_bulk(to, p.body, codes, barrier);
-  copy_bulk(to + at, p.body + codes + 2048 * half, low, barrier);
-#else
-  if (half) copy_bulk(to + at, p.body + at, low, barrier);
-  else copy_bulk(to, p.body, codes + low, barrier);
-#endif
-}
 
 // As `product` of window.cu, of rows that were arranged.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
@@ -66,10 +52,9 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
   u8* const xs = shared;                      // [STAGES] pieces of x
   u8* const sums = xs + STAGES * X_PIECE;     // [ROOMS][SLOTS][CLUSTER] that this block adds up
   u8* const planes = sums + ROOMS * TURN_SUMS;  // [WIDE] planes of escapes, and chunks
-  // Barriers: sums are there, all blocks have read theirs, halves of a warp's chunk have come, a stage is filled, nobody
-  // reads it.
-  const u32 ready = shared_address(planes + WIDE * WARP_ROOM), read = ready + 8 * ROOMS, come = read + 8 * READS + 16 * warp;
-  const u32 filled = read + 8 * (READS + 2 * WIDE), emptied = filled + 8 * STAGES;
+  // Barriers: sums are there, all blocks have read theirs, a stage is filled, nobody reads it.
+  const u32 ready = shared_address(planes + WIDE * WARP_ROOM), read = ready + 8 * ROOMS;
+  const u32 filled = read + 8 * READS, emptied = filled + 8 * STAGES;
   const auto room_of = [&](u32 turn, u32 reader) -> Room {
     return {shared_address(sums) + turn % ROOMS * TURN_SUMS, ready + 8 * (turn % ROOMS), read + 8 * (reader % READS)};
   };
@@ -130,16 +115,15 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
       }
       if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next_part, next));
     };
-    if (lane == 0) {
-      make_barrier(come, 1), make_barrier(come + 8, 1);
-      fence_shared();
-    }
     for (u32 i = lane; i < HALF_PLANE / 16; i += 32) ((uint4*)plane)[i] = make_uint4(0, 0, 0, 0);
     __syncwarp();
     if (group < turns) {
       const Place first = place_of(m, stripe_of(group), chunk_of(0, 0));
-      bring_half(shared_address(held), come, first, 0, lane);
-      bring_half(shared_address(held), come + 8, first, 1, lane);
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        fetch_half(shared_address(held), first, half, lane);
+        close_copies();
+      }
       ahead = records_of(m, stripe_of(group), lane);
       coming = load_entries(m, range_of(m, stripe_of(group), chunk_of(0, 0)), lane);
       advance();
@@ -148,13 +132,10 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
     arrive();
     wait_for_cluster();
     const u64 x_there = descriptor(shared_address(xs), X_STEP);
-    u32 parities = 0, stage = 0;  // a bit for each half of a chunk, and for x
-    // Of the last stage: all products of it have ended.
-    const auto leave = [&] {
-      if (lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
-    };
-    const auto pass_stage = [&] {
-      if (++stage == STAGES) stage = 0, parities ^= 4;
+    u32 parity = 0;  // of stages: a chunk's pieces of x are in as many
+    // Of the stage before one: all products of it have ended.
+    const auto leave = [&](u32 stage) {
+      if (lane == 0) arrive_at(emptied + 8 * ((stage + STAGES - 1) % STAGES));
     };
 #pragma unroll 1
     for (u32 turn = group; turn < turns; turn += GROUPS) {
@@ -184,58 +165,59 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
           for (u32 half = 0; half < 2; half++) {
             // The plane is XORed with the entries of half a chunk.
             put_entries(plane, m, now, a, b, half, lane);
-            __syncwarp();
-            if (half == 0 || pairs > 2) {
-              wait_on(come + 8 * half, parities >> half & 1);
-              parities ^= 1 << half;
-            }
+            wait_for_copies<1>();
+            __syncwarp();  // other lanes have put theirs; of a chunk that is not whole they copied some
             if (half == 0)
 #pragma unroll
               for (u32 k = 0; k < 3; k++) codes[k] = take_codes(held, pairs, 4 * k, lane);
 #pragma unroll
             for (u32 p = 2 * half; p < 2 * half + 2; p++) {
-              const u64 at = x_there + (stage * X_PIECE >> 4);
+              const u64 at = x_there + (p * X_PIECE >> 4);
               Pair pair;
               take_pair(pair, held, pairs, plane, p, lane);
 #pragma unroll
-              for (u32 t = 0; t < 2; t++) {
-                u32 w[8];
-                words_of(codes, pair, r, p, t, w);
-                if (t == 0) wait_on(filled + 8 * stage, parities >> 2);
+              for (u32 first = 0; first < 2; first += AT_ONCE) {
+                u32 w[AT_ONCE][8];
+#pragma unroll
+                for (u32 t = 0; t < AT_ONCE; t++) words_of(codes, pair, r, p, first + t, w[t]);
+                if (first == 0) wait_on(filled + 8 * p, parity);
                 registers_are_set();
-                multiply_tile(sum[h], w, at, t);
+#pragma unroll
+                for (u32 t = 0; t < AT_ONCE; t++) multiply_tile(sum[h], w[t], at, first + t);
                 commit();
-                wait_for_products<1>();  // those of the tile before have ended
-                if (t == 0 && h + i + p) leave();
+                wait_for_products<1>();  // those before have ended
+                if (first == 0 && h + i + p) leave(p);
               }
-              pass_stage();
             }
-            leave_to_copies();  // the next chunk comes where this one was read
-            if (then_turn < turns) bring_half(shared_address(held), come + 8 * half, place_of(m, stripe_of(then_turn), then), half, lane);
+            __syncwarp();  // the next chunk comes where this one was read
+            if (then_turn < turns) fetch_half(shared_address(held), place_of(m, stripe_of(then_turn), then), half, lane);
+            close_copies();
             wipe_entries(plane, m, now, a, b, half, lane);
             __syncwarp();
           }
+          parity ^= 1;
         }
       }
       wait_for_products<0>();
-      leave();
+      leave(0);
 #pragma unroll
       for (u32 t = 0; t < TILES * 4; t++) {
         keep_register(sum[0][t]);  // they are read here, not above
         if constexpr (EACH == 2) keep_register(sum[1][t]), sum[0][t] += sum[1][t];
       }
-      const Room to = room_of(turn, turn);
-      if (turn >= ROOMS) wait_on(to.read, (turn / READS - (turn % READS < ROOMS)) % 2);
-      send_sums(sum[0], to, rank, beside, lane);
+      const Room room = room_of(turn, turn);
+      if (turn >= ROOMS) wait_on(room.read, (turn / READS - (turn % READS < ROOMS)) % 2);
+      send_sums(sum[0], room, rank, beside, lane);
     }
     if ((rounds - 1) * GROUPS + group >= turns)  // others have one turn more
 #pragma unroll 1
-      for (u32 i = 0; i < 4 * own; i++) {
-        wait_on(filled + 8 * stage, parities >> 2);
-        __syncwarp();
-        pass_stage();
-        leave();
-      }
+      for (u32 i = 0; i < own; i++, parity ^= 1)
+#pragma unroll
+        for (u32 p = 0; p < STAGES; p++) {
+          wait_on(filled + 8 * p, parity);
+          __syncwarp();
+          leave(p + 1);
+        }
   }
   __syncwarp();
   arrive();  // no block ends while another one sends to it
