@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training import equal, held_back
+from support.training import equal, held_back, no_thread_writes
 
 from tpde import CheckpointStore
-from tpde.errors import InvalidInput
-from tpde.store.linked import LINK, STORE
+from tpde.errors import InvalidDestination, InvalidInput
+from tpde.store.linked import STORE
+from tpde.store.step_links import LINK
 
 torch = pytest.importorskip("torch", reason="trainers need PyTorch")
 
@@ -188,7 +189,7 @@ def test_lightning_resumes_from_a_store(lightning: Any, tmp_path: Path, backgrou
     stored.teardown()
     assert first.losses == {step: loss for step, loss in whole.losses.items() if step < 6}
     assert {it.name for it in folder.iterdir()} == {"step=4.ckpt", "step=6.ckpt", "last.ckpt", STORE}
-    assert set(json.loads((folder / "step=6.ckpt").read_text())) == {"tpde_step"}
+    assert set(json.loads((folder / "step=6.ckpt").read_text())) == {"tpde_step", "tpde_id"}
     assert 2 not in CheckpointStore(folder / STORE).steps
     second = _fit(lightning, folder, 10, stored=StoredCheckpointIO(), resume=str(folder / "step=6.ckpt"))
     assert second.losses == {step: loss for step, loss in whole.losses.items() if step >= 6}
@@ -211,6 +212,22 @@ def test_lightning_loads_what_is_still_being_written(
     assert not list(tmp_path.rglob("step-*"))
     threading.Timer(0.2, loading.set).start()
     assert torch.equal(made.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["x"], torch.ones(3))
+    made.teardown()
+
+
+def test_lightning_tells_of_a_checkpoint_that_was_not_saved(lightning: Any, tmp_path: Path) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    made = StoredCheckpointIO(background=True)
+    with pytest.MonkeyPatch.context() as patch:
+        no_thread_writes(patch)
+        made.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
+        with pytest.raises(InvalidDestination, match="No space"):
+            made.teardown()
+    made.save_checkpoint({"x": 2, "global_step": 1}, tmp_path / "b.ckpt")
+    with pytest.raises(InvalidInput, match=r"a\.ckpt` names step 1 of .*another state"):
+        made.load_checkpoint(tmp_path / "a.ckpt")
+    assert made.load_checkpoint(tmp_path / "b.ckpt")["x"] == 2
     made.teardown()
 
 

@@ -13,7 +13,8 @@ from support.training import equal
 import tpde
 from tpde import CheckpointStore
 from tpde.errors import InvalidInput, TpdeError
-from tpde.store.linked import LINK, STORE
+from tpde.store.linked import STORE
+from tpde.store.step_links import LINK
 
 torch = pytest.importorskip("torch", reason="trainers need PyTorch")
 transformers = pytest.importorskip("transformers", reason="it is transformers' Trainer")

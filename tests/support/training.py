@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,18 @@ def held_back(patch: pytest.MonkeyPatch, until: threading.Event) -> None:
         return real(path, flags, *args, **options)
 
     patch.setattr(os, "open", late)
+
+
+def no_thread_writes(patch: pytest.MonkeyPatch) -> None:
+    """Threads beside the main one find the disk full when they create a file."""
+    real = os.open
+
+    def full(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, flags, *args, **options)
+
+    patch.setattr(os, "open", full)
 
 
 def training(steps: int, size: int = 64) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from tpde.errors import InvalidInput
-from tpde.store.chain import MAX_STEP
+from tpde.store.chain import ID, MAX_STEP, STEP, TREE
+
+_STATE_ID = re.compile("[0-9a-f]{32}")
 
 
 def whole_number(what: str, value: Any, least: int, most: int) -> int:
@@ -35,3 +41,47 @@ def step_number(step: Any) -> int:
         If it is none.
     """
     return whole_number("step", step, 0, MAX_STEP)
+
+
+def new_step(step: Any, there: Sequence[int], folder: Path) -> int:
+    """The number of a step that follows those that are there.
+
+    Raises
+    ------
+    InvalidInput
+        If it is none, or not larger.
+    """
+    number = step_number(step)
+    if there and number <= there[-1]:
+        raise InvalidInput(
+            f"step {number} is not larger than step {there[-1]}, the newest of `{folder}`",
+            hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
+            f"{there[-1] + 1}))`",
+            where=os.fspath(folder),
+        )
+    return number
+
+
+def is_state_id(value: object) -> TypeGuard[str]:
+    """Whether a value is the id of a state (checkpoint-store.md 5)."""
+    return isinstance(value, str) and _STATE_ID.fullmatch(value) is not None
+
+
+def step_metadata(step: int, tree: str, state_id: Any) -> dict[str, str]:
+    """The metadata of a step's header (checkpoint-store.md 1).
+
+    Raises
+    ------
+    InvalidInput
+        If the id is none.
+    """
+    if state_id is None:
+        return {STEP: str(step), TREE: tree}
+    if not is_state_id(state_id):
+        raise InvalidInput(
+            f"state_id is {state_id!r:.50}",
+            hint="take 32 digits, each of `0` to `9` or `a` to `f`, or None",
+            where="state_id",
+            found=state_id,
+        )
+    return {STEP: str(step), TREE: tree, ID: state_id}

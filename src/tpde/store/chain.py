@@ -18,7 +18,7 @@ from tpde.store.open_state import MAX_CHAIN
 from tpde.store.states import State, nothing
 
 MAX_STEP = 10**18 - 1
-STEP, TREE = "tpde.step", "tpde.tree"  # in the metadata of a step's header
+STEP, TREE, ID = "tpde.step", "tpde.tree", "tpde.id"  # in the metadata of a step's header
 _NAME = re.compile(r"step-(\d{8,18})\.tpde")
 _TRIES = 16  # to open a chain that is rewritten meanwhile
 
@@ -79,6 +79,11 @@ class StepFile(NamedTuple):
     def tree(self) -> str:
         """The text of its state (checkpoint-store.md 2)."""
         return self.container.metadata[TREE]
+
+    @property
+    def state_id(self) -> str | None:
+        """The id of its state, if it has one (checkpoint-store.md 5)."""
+        return self.container.metadata.get(ID)
 
 
 def _check(holds: bool, path: Path, message: str) -> None:

@@ -13,9 +13,9 @@ from tpde.files.thread_count import check_threads
 from tpde.io.paths import anchored, given_path
 from tpde.io.sinks import sync_folder, unwritable
 from tpde.io.temporary import clear_files
-from tpde.store.arguments import step_number, whole_number
+from tpde.store.arguments import new_step, step_metadata, step_number, whole_number
 from tpde.store.background_save import BackgroundSave
-from tpde.store.chain import MAX_STEP, STEP, TREE, close_links, name_of, open_links, state_of, steps_in
+from tpde.store.chain import MAX_STEP, close_links, name_of, open_links, state_of, steps_in
 from tpde.store.delta_writer import write_delta_file
 from tpde.store.open_state import MAX_CHAIN
 from tpde.store.pruning import base_of, needed, remove, remove_older
@@ -131,7 +131,9 @@ class CheckpointStore(StoredSteps):
         self._ended = True
         self.close()
 
-    def save(self, step: int, state: object, *, background: bool = False) -> None:
+    def save(
+        self, step: int, state: object, *, background: bool = False, state_id: str | None = None
+    ) -> None:
         """Store a state.
 
         Parameters
@@ -145,6 +147,8 @@ class CheckpointStore(StoredSteps):
         background : bool
             Return when the tensors are copied, and write in a thread. What fails then is raised by the next
             call of any method, and logged. If the save before has not ended, this waits for it.
+        state_id : str, optional
+            32 digits, `0` to `9` and `a` to `f`, by which links know this state from others of its number.
 
         Raises
         ------
@@ -159,16 +163,11 @@ class CheckpointStore(StoredSteps):
         """
         with self._alone():
             self.wait()
-            number, tree = step_number(step), StateTree(state)
+            tree = StateTree(state)
+            metadata = step_metadata(step_number(step), tree.text, state_id)
             self._own()
             there = steps_in(self.directory)
-            if there and number <= there[-1]:
-                raise InvalidInput(
-                    f"step {number} is not larger than step {there[-1]}, the newest of `{self.directory}`",
-                    hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
-                    f"{there[-1] + 1}))`",
-                    where=str(self.directory),
-                )
+            number = new_step(step, there, self.directory)
             if self._retained is not None and there[-1:] != [self._retained[0]]:
                 self._retained = None  # of a step that is gone, whose number may come again
             memory = self._staging
@@ -181,7 +180,7 @@ class CheckpointStore(StoredSteps):
                 def read(name: str) -> Bytes:
                     return leaf_bytes(tree.leaves[name])
 
-            target = MemoryState(tree.specs, read, {STEP: str(number), TREE: tree.text}, f"step {number}")
+            target = MemoryState(tree.specs, read, metadata, f"step {number}")
             if background:
                 self._pending = BackgroundSave(number, lambda: self._save(number, target, memory))
                 self._pending.start()  # now, when Ctrl-C does not make it one that nobody knows

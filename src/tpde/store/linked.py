@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from tpde.errors import InvalidInput
-from tpde.files.documents import parse_json, read_document
-from tpde.io.committed import committed
-from tpde.io.sinks import FileSink
-from tpde.store.chain import MAX_STEP
+from tpde.store.chain import open_step
 from tpde.store.checkpoints import CheckpointStore
+from tpde.store.step_links import StepLink, is_link, new_link, read_link, write_link
 
 STORE = "tpde-store"  # beside checkpoints; not `checkpoint-...`, which trainers remove
-LINK = "tpde.json"  # in a checkpoint that is a folder
-_KEY = "tpde_step"
-_BEGIN = f'{{"{_KEY}"'.encode()  # of a link
-_MAX_LINK = 100  # bytes
 
 
 class LinkedSteps:
@@ -54,17 +47,18 @@ class LinkedSteps:
     def save(self, link: Path, state: object, step: int) -> None:
         """Save a state, and then the link to it, which replaces one that is there.
 
+        In the background the link may be there first. If that save fails, the link names no state, whoever
+        has its number then.
+
         Raises
         ------
         TpdeError, OSError
             As for `CheckpointStore.save`. The link is as it was.
         """
         there = self.store.steps
-        number = step if not there or step > there[-1] else there[-1] + 1
-        self.store.save(number, state, background=self._background)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        with committed(FileSink(link, force=True)) as sink:
-            sink.write(0, [json.dumps({_KEY: number}).encode() + b"\n"])
+        new = new_link(step if not there or step > there[-1] else there[-1] + 1)
+        self.store.save(new.step, state, background=self._background, state_id=new.state_id)
+        write_link(link, new)
 
     def forget(self) -> None:
         """Remove the steps that no link names, and on which none that stays stands.
@@ -74,34 +68,10 @@ class LinkedSteps:
         InvalidInput
             If a link is damaged: nothing is removed. What does not begin as a link counts as another's file.
         """
-        linked = {step_of(it) for it in self.folder.glob(self._pattern) if _is_link(it)}
+        linked = {read_link(it).step for it in self.folder.glob(self._pattern) if is_link(it)}
         gone = [it for it in self.store.steps if it not in linked]
         if gone:
             self.store.prune(drop=gone, rewrite=False)
-
-
-def _is_link(file: Path) -> bool:
-    """Whether a file is a link, if perhaps a damaged one: others may lie beside."""
-    if not file.is_file() or file.stat().st_size > _MAX_LINK:
-        return False
-    return file.name == LINK or file.read_bytes().startswith(_BEGIN)
-
-
-def step_of(link: Path) -> int:
-    """The step that a link names.
-
-    Raises
-    ------
-    InvalidInput
-        If it is no link.
-    """
-    found = parse_json(read_document(link), link)
-    step = found.get(_KEY) if isinstance(found, dict) else None
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InvalidInput(
-            f"`{link}` does not name a step", hint="take another checkpoint", where=os.fspath(link)
-        )
-    return step
 
 
 def load_linked(store: Path, link: Path, *, part: str | None = None, map_location: Any = None) -> Any:
@@ -119,11 +89,31 @@ def load_linked(store: Path, link: Path, *, part: str | None = None, map_locatio
     Raises
     ------
     InvalidInput
-        If it is no link, or the step is not there.
+        If it is no link, or the step is not there, or is another state.
     TpdeError
         As for `CheckpointStore.load`.
     """
-    steps, step = CheckpointStore(store), step_of(link)
-    if part is not None and part not in steps.parts(step):
+    steps, named = CheckpointStore(store), read_link(link)
+    _refuse_another(steps.directory, named, link)
+    if part is not None and part not in steps.parts(named.step):
         return None
-    return steps.load(step, part=part, map_location=map_location)
+    return steps.load(named.step, part=part, map_location=map_location)
+
+
+def _refuse_another(store: Path, named: StepLink, link: Path) -> None:
+    """Refuse a step that is not the state that a link names."""
+    try:
+        it = open_step(store, named.step)
+    except FileNotFoundError:  # of which loading says more
+        return
+    it.file.close()
+    if named.state_id not in (None, it.state_id):
+        raise InvalidInput(
+            f"`{link}` names step {named.step} of `{store}`, which is another state: the one meant was not "
+            f"saved, or dropped, and its number given anew (the link has the id {named.state_id}, the step "
+            f"{(it.state_id or 'none')[:32]!a})",
+            hint="take another checkpoint",
+            where=os.fspath(link),
+            found=it.state_id,
+            needed=named.state_id,
+        )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpde.errors import InvalidInput
-from tpde.store.linked import LINK, LinkedSteps, load_linked
+from tpde.store.linked import LinkedSteps, load_linked
+from tpde.store.step_links import LINK
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,7 +11,8 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tpde.errors import InvalidInput
-from tpde.store.linked import LINK, STORE, LinkedSteps, load_linked
+from tpde.store.linked import STORE, LinkedSteps, load_linked
+from tpde.store.step_links import LINK
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
