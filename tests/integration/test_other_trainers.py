@@ -95,6 +95,37 @@ def test_accelerate_forgets_what_nobody_links_to(tmp_path: Path) -> None:
     steps.store.close()
 
 
+@pytest.mark.parametrize("how", ["outside", "symbolic link", "another current folder"])
+def test_accelerate_keeps_what_its_folders_name_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    import shutil
+
+    (run := tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    accelerator, model, optimizer, steps = _accelerated(Path("run"))
+    saved = {name: it.clone() for name, it in model.state_dict().items()}
+    places = {"outside": tmp_path / "other" / "first", "another current folder": run / "first"}
+    place = places.get(how, run / "linked" / "first")
+    (run / "linked").symlink_to(tmp_path / "other", target_is_directory=True)
+    accelerator.save_state(str(place))
+    if how == "another current folder":
+        monkeypatch.chdir(tmp_path / "other")
+    _steps_of(accelerator, model, optimizer, 0, 3)
+    for _ in range(3):  # each third is whole
+        accelerator.save_state(str(run / "second"))
+    steps.forget()
+    assert steps.store.steps == (0, 3)
+    accelerator.load_state(str(place))
+    assert equal(dict(model.state_dict()), saved)
+    shutil.rmtree(place)
+    shutil.rmtree(run / "second")
+    steps.forget()
+    assert steps.store.steps == ()
+    steps.store.close()
+
+
 def test_accelerate_loads_its_own_folders_too(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="these are its hooks")
     plain = accelerate.Accelerator(cpu=True)
@@ -213,6 +244,22 @@ def test_lightning_loads_what_is_still_being_written(
     threading.Timer(0.2, loading.set).start()
     assert torch.equal(made.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["x"], torch.ones(3))
     made.teardown()
+
+
+def test_lightning_takes_relative_paths_from_the_current_folder(
+    lightning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    made = StoredCheckpointIO(keyframe_every=1)
+    for x, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        made.save_checkpoint({"x": x, "global_step": 1}, "it.ckpt")
+    made.remove_checkpoint("none.ckpt")
+    made.teardown()
+    for x, name in enumerate("ab"):
+        assert made.load_checkpoint(tmp_path / name / "it.ckpt")["x"] == x
 
 
 def test_lightning_tells_of_a_checkpoint_that_was_not_saved(lightning: Any, tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpde.errors import InvalidInput
+from tpde.errors import Corrupt, InvalidInput, Truncated
 from tpde.store.chain import open_step
 from tpde.store.checkpoints import CheckpointStore
-from tpde.store.step_links import StepLink, is_link, new_link, read_link, write_link
+from tpde.store.link_records import record_link, records_in
+from tpde.store.step_links import LINK, StepLink, is_link, new_link, read_link, write_link
 
 STORE = "tpde-store"  # beside checkpoints; not `checkpoint-...`, which trainers remove
+
+log = logging.getLogger("tpde")
 
 
 class LinkedSteps:
@@ -24,10 +29,8 @@ class LinkedSteps:
     ----------
     store : Path
         The store.
-    folder : Path
-        Where the checkpoints are.
-    pattern : str
-        What finds all links in the folder.
+    look : callable
+        Gives files among which copies of links may be.
     keyframe_every, background
         As for `CheckpointStore` and its `save`.
     """
@@ -35,13 +38,12 @@ class LinkedSteps:
     def __init__(
         self,
         store: Path,
-        folder: Path,
-        pattern: str,
+        look: Callable[[], Iterable[Path]],
         *,
         keyframe_every: int = 16,
         background: bool = False,
     ) -> None:
-        self.folder, self._pattern, self._background = folder, pattern, background
+        self._look, self._background, self._told = look, background, False
         self.store = CheckpointStore(store, keyframe_every=keyframe_every)
 
     def save(self, link: Path, state: object, step: int) -> None:
@@ -59,19 +61,66 @@ class LinkedSteps:
         new = new_link(step if not there or step > there[-1] else there[-1] + 1)
         self.store.save(new.step, state, background=self._background, state_id=new.state_id)
         write_link(link, new)
+        if not record_link(self.store.directory, link) and not self._told:
+            self._told = True
+            log.warning(
+                "`%s` is on another disk than `%s`, or that has no hard links: whatever becomes of it, its "
+                "step stays until you call `prune`",
+                link,
+                self.store.directory,
+            )
 
     def forget(self) -> None:
-        """Remove the steps that no link names, and on which none that stays stands.
+        """Remove the steps whose links are known to be gone, and on which none that stays stands.
+
+        A link that was moved on its disk is there, wherever it is now. Steps without a record of their link,
+        such as those of other users of the store, stay.
 
         Raises
         ------
         InvalidInput
             If a link is damaged: nothing is removed. What does not begin as a link counts as another's file.
+        TpdeError, OSError
+            As for `CheckpointStore.prune`.
         """
-        linked = {read_link(it).step for it in self.folder.glob(self._pattern) if is_link(it)}
-        gone = [it for it in self.store.steps if it not in linked]
-        if gone:
-            self.store.prune(drop=gone, rewrite=False)
+        self.store.wait()
+        folder, records = self.store.directory, records_in(self.store.directory)
+        linked = {it.link.step for it in records if not it.gone}
+        linked |= {read_link(it).step for it in self._look() if is_link(it)}
+        gone = [it for it in records if it.gone and it.link.step not in linked]
+        if steps := {it.link.step for it in gone if _is_there(folder, it.link)}:
+            self.store.prune(drop=steps, rewrite=False)
+        for it in gone:
+            if not _is_there(folder, it.link):
+                it.path.unlink(missing_ok=True)
+
+
+def _is_there(store: Path, named: StepLink) -> bool:
+    """Whether a store has the state that a link names. What is damaged counts as that of its number."""
+    try:
+        it = open_step(store, named.step)
+    except FileNotFoundError:
+        return False
+    except (Truncated, Corrupt):
+        return True
+    it.file.close()
+    return it.state_id == named.state_id
+
+
+def links_below(folder: Path) -> Iterator[Path]:
+    """The `tpde.json` in all folders below one, each folder once, those that symbolic links lead to, too."""
+    seen = set[tuple[int, int]]()
+    for at, folders, files in os.walk(folder, followlinks=True):
+        try:
+            info = os.stat(at)
+        except OSError:  # removed meanwhile
+            continue
+        if (info.st_dev, info.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((info.st_dev, info.st_ino))
+        if LINK in files:
+            yield Path(at) / LINK
 
 
 def load_linked(store: Path, link: Path, *, part: str | None = None, map_location: Any = None) -> Any:

@@ -19,7 +19,7 @@ ID = "0123456789abcdef" * 2
 
 
 def _steps(folder: Path, *, background: bool = False) -> LinkedSteps:
-    return LinkedSteps(folder / "store", folder, "*", background=background)
+    return LinkedSteps(folder / "store", lambda: folder.glob("*"), background=background)
 
 
 def test_a_link_of_a_save_that_failed_stands_for_no_other_state(tmp_path: Path) -> None:

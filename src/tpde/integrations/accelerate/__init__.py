@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpde.errors import InvalidInput
-from tpde.store.linked import LinkedSteps, load_linked
+from tpde.io.paths import anchored, given_path
+from tpde.store.linked import LinkedSteps, links_below, load_linked
 from tpde.store.step_links import LINK
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def store_checkpoints(
     Returns
     -------
     LinkedSteps
-        `store.prune` and `forget` remove steps, `store.close` lets other processes write.
+        `forget` removes steps whose folders are gone, `store.prune` any, `store.close` lets other processes
+        write.
 
     Raises
     ------
@@ -55,8 +57,8 @@ def store_checkpoints(
             f"a store does not take the models of {accelerator.distributed_type.value}, which are in pieces",
             hint="save without it",
         )
-    place = Path(store)
-    steps = LinkedSteps(place, place.parent, f"**/{LINK}", keyframe_every=keyframe_every)
+    place = anchored(given_path(store))
+    steps = LinkedSteps(place, lambda: links_below(place.parent), keyframe_every=keyframe_every)
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:

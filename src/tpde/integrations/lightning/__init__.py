@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpde.errors import InvalidInput, MissingDependency
+from tpde.io.paths import anchored
 from tpde.store.linked import STORE, LinkedSteps, load_linked
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ class StoredCheckpointIO(_Base):
         if folder not in self._folders:
             folder.mkdir(parents=True, exist_ok=True)
             self._folders[folder] = LinkedSteps(
-                folder / STORE, folder, "*", keyframe_every=self._every, background=self._background
+                folder / STORE,
+                lambda: folder.glob("*"),
+                keyframe_every=self._every,
+                background=self._background,
             )
         return self._folders[folder]
 
@@ -79,7 +83,8 @@ class StoredCheckpointIO(_Base):
         """
         if storage_options is not None:
             raise InvalidInput("a store takes no `storage_options`", hint="leave them out")
-        self._steps(Path(path)).save(Path(path), checkpoint, int(checkpoint.get("global_step", 0)))
+        link = anchored(Path(path))
+        self._steps(link).save(link, checkpoint, int(checkpoint.get("global_step", 0)))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -95,7 +100,7 @@ class StoredCheckpointIO(_Base):
         TpdeError
             As for `CheckpointStore.load`.
         """
-        link = Path(path)
+        link = anchored(Path(path))
         if link.parent in self._folders:
             self._folders[link.parent].store.wait()
         if _is_ordinary(link):
@@ -109,8 +114,9 @@ class StoredCheckpointIO(_Base):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, and what no other stands on."""
-        Path(path).unlink(missing_ok=True)
-        self._steps(Path(path)).forget()
+        link = anchored(Path(path))
+        link.unlink(missing_ok=True)
+        self._steps(link).forget()
 
     def teardown(self) -> None:
         """Wait for what is being written, and let others write.

@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tpde.errors import InvalidInput
+from tpde.io.paths import anchored
 from tpde.store.linked import STORE, LinkedSteps, load_linked
 from tpde.store.step_links import LINK
 
@@ -75,16 +76,15 @@ class StoredCheckpoints(_Base):
             )
 
     def _tpde_run(self, folder: Path) -> LinkedSteps:
-        """The store of a run's folder."""
-        steps = self._tpde_steps
-        if steps is None or steps.folder != folder:
+        """The store of a run's folder, which may be a relative path, of the folder that is current now."""
+        folder, steps = anchored(folder), self._tpde_steps
+        if steps is None or steps.store.directory != folder / STORE:
             if steps is not None:
                 steps.store.close()
             folder.mkdir(parents=True, exist_ok=True)
             steps = self._tpde_steps = LinkedSteps(
                 folder / STORE,
-                folder,
-                f"{PREFIX_CHECKPOINT_DIR}-*/{LINK}",
+                lambda: folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{LINK}"),
                 keyframe_every=self.checkpoint_keyframe_every,
                 background=self.checkpoint_background,
             )
