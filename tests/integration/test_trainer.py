@@ -142,6 +142,47 @@ def test_rotation_removes_steps_too(plain: Any, tmp_path: Path) -> None:
     assert losses(again) == plain[0]
 
 
+class Whole(Stored):
+    """Whose checkpoints stand on no other."""
+
+    checkpoint_keyframe_every = 1
+
+
+@pytest.mark.parametrize("place", ["run/best", "elsewhere/best"])
+def test_a_checkpoint_that_was_renamed_keeps_its_step(plain: Any, tmp_path: Path, place: str) -> None:
+    run, best = tmp_path / "run", tmp_path / place
+    for stop, resume in ((5, None), (7, True)):
+        made = trainer(run, kind=Whole)
+        made.add_callback(_StopAt(stop))
+        made.train(resume_from_checkpoint=resume)
+        if resume is None:
+            best.parent.mkdir(exist_ok=True)
+            (run / "checkpoint-2").rename(best)
+    assert CheckpointStore(run / STORE).steps == (2, 4, 6)
+    if best.parent != run:
+        best = best.rename(run / "best")
+    again = trainer(run, kind=Whole)
+    again.train(resume_from_checkpoint=str(best))
+    assert losses(again) == plain[0]
+
+
+def test_a_relative_folder_is_one_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    made = trainer(Path("run"), kind=Whole, steps=2)
+    made.train()
+    monkeypatch.chdir(tmp_path / "b")
+    made._save_checkpoint(made.model, None)
+    made._tpde_steps.store.close()
+    for name in "ab":
+        run = tmp_path / name / "run"
+        assert CheckpointStore(run / STORE).steps == (2,)
+        assert made._tpde_part(str(run / "checkpoint-2"), "model") is not None
+
+
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     worst = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # which is not the last

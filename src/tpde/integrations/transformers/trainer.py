@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tpde.errors import InvalidInput
 from tpde.io.paths import anchored
@@ -84,7 +83,7 @@ class StoredCheckpoints(_Base):
             folder.mkdir(parents=True, exist_ok=True)
             steps = self._tpde_steps = LinkedSteps(
                 folder / STORE,
-                lambda: folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{LINK}"),
+                lambda: folder.glob(f"*/{LINK}"),
                 keyframe_every=self.checkpoint_keyframe_every,
                 background=self.checkpoint_background,
             )
