@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDtype
 from tpde.store.rebuild_state import rebuild
 from tpde.store.state_tree import StateTree, leaf_bytes
-from tpde.store.tree_text import MAX_DEPTH, map_tensors, parse_tree
+from tpde.store.tree_text import MAX_DEPTH, map_tensors, one_of, parse_tree
 
 torch = pytest.importorskip("torch", reason="states hold PyTorch's tensors")
 
@@ -207,7 +207,7 @@ def test_depth_is_bounded_both_ways() -> None:
     with pytest.raises(Corrupt, match="levels"):
         rebuild(parse_tree(text, "here"), "here", pytest.fail)
     with pytest.raises(Corrupt, match="levels"):
-        map_tensors(json.loads(text), lambda path, name: name, (), "here")
+        map_tensors(json.loads(text), lambda path, name: name, one_of(()), "here")
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,16 @@ def test_tensors_are_mapped_with_their_paths() -> None:
     weight = torch.ones(2)
     tree = StateTree({"a": [weight], 3: OrderedDict(b=weight), "c": np.ones(1)})
     seen = []
-    map_tensors(json.loads(tree.text), lambda path, name: seen.append((path, name)), tree.leaves, "here")
+    map_tensors(
+        json.loads(tree.text), lambda path, name: seen.append((path, name)), one_of(tree.leaves), "here"
+    )
     assert seen == [(("a", "0"), "a/0"), (("3", "b"), "a/0"), (("c",), "c")]
+
+
+@pytest.mark.parametrize("text", ['["tensor",["x"]]', '["array",{}]', '["scalar",3]', '["tensor","y"]'])
+def test_names_that_no_tensor_has_are_damage(text: str) -> None:
+    with pytest.raises(Corrupt, match="there is no tensor"):
+        map_tensors(json.loads(text), lambda path, name: name, one_of({"x"}), "here")
 
 
 def test_nan_has_its_payload() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpde.errors import InvalidDestination, InvalidInput
+from tpde.errors import Corrupt, InvalidDestination, InvalidInput
 from tpde.files.copying import write_file
 from tpde.files.documents import is_inside, json_object
 from tpde.files.file_kinds import SAFETENSORS
@@ -17,7 +17,7 @@ from tpde.files.folder_swap import new_folder
 from tpde.format.container import TensorSpec
 from tpde.format.container_writer import canonical_header
 from tpde.store.states import State
-from tpde.store.tree_text import is_mapping, map_tensors
+from tpde.store.tree_text import damaged, is_mapping, map_tensors, one_of
 from tpde.store.written_weights import write_weights
 
 REST = "state.json"
@@ -63,30 +63,57 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
         names[free] = tensor
         return [f"{stem}{SAFETENSORS}", free]
 
-    rest = map_tensors(tree, place, {key[1] for key in state.specs}, state.name)
-    _refuse_others(folder, {*files, REST})
-    with new_folder(folder, {*files, REST}, force=force) as new:
+    rest = map_tensors(tree, place, one_of({key[1] for key in state.specs}), state.name)
+    with new_folder(folder, _written_before(folder, {*files, REST}), force=force) as new:
         for file, names in files.items():
             _write(new / file, names, state, threads)
         text = json.dumps({"step": step, "state": rest}, ensure_ascii=False)
         write_file(new / REST, f"{text}\n".encode())
 
 
-def _refuse_others(folder: Path, ours: Iterable[str]) -> None:
-    """Refuse a folder with files of these names that no export wrote. A link to one is replaced itself."""
-    here = next((name for name in sorted(ours) if os.path.lexists(folder / name)), None)
-    if here is None or folder.is_symlink():
-        return
+def _written_before(folder: Path, ours: Collection[str]) -> set[str]:
+    """The files that an export wrote into a folder. None of one behind a link, which is replaced itself.
+
+    Raises
+    ------
+    InvalidDestination
+        If it has files of our names, and no export wrote them.
+    """
+    if folder.is_symlink():
+        return set()
     try:
-        found = set(json_object(folder / REST)[1])
-    except InvalidInput:
-        found = set()
-    if found != {"step", "state"}:
-        raise InvalidDestination(
-            f"`{folder}` holds `{here}`, which would be lost, and no `{REST}` of an export",
-            hint="remove the folder yourself, or choose another destination",
-            where=str(folder),
-        )
+        return _files_of(folder / REST)
+    except (InvalidInput, Corrupt):
+        here = next((name for name in sorted(ours) if os.path.lexists(folder / name)), None)
+    if here is None:
+        return set()
+    raise InvalidDestination(
+        f"`{folder}` holds `{here}`, which would be lost, and no `{REST}` of an export",
+        hint="remove the folder yourself, or choose another destination",
+        where=str(folder),
+    )
+
+
+def _files_of(rest: Path) -> set[str]:
+    """The files of an export, which its `state.json` names, and this one.
+
+    Raises
+    ------
+    InvalidInput, Corrupt
+        If it is not of an export.
+    """
+    found, names = json_object(rest)[1], {REST}
+    if set(found) != {"step", "state"}:
+        raise damaged(str(rest), ValueError("it has no step, or no state"))
+    map_tensors(found["state"], lambda path, place: names.add(place[0]), _is_place, str(rest))
+    return names
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a value is a file and a name in it, as an export names them."""
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(it, str) for it in value):
+        return False
+    return "/" not in value[0] and value[0].endswith(SAFETENSORS) and is_inside(value[0])
 
 
 def _stem(key: str, stems: Mapping[str, str]) -> str:

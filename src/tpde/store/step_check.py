@@ -6,14 +6,14 @@ from tpde.errors import Corrupt, TpdeError
 from tpde.files.problem import Problem
 from tpde.format.delta_head import WITH_BASE, TensorEntry
 from tpde.store.chain import StepFile
-from tpde.store.tree_text import map_tensors, parse_tree
+from tpde.store.tree_text import map_tensors, one_of, parse_tree
 
 
 def check_step(it: StepFile, known: dict[int, dict[str, TensorEntry]]) -> list[Problem]:
     """What is wrong with a step's payloads, its tree, and what it stands on."""
     problems, where = list[Problem](), it.file.name
     try:
-        map_tensors(parse_tree(it.tree, where), lambda path, name: name, known[it.step], where)
+        map_tensors(parse_tree(it.tree, where), lambda path, name: name, one_of(known[it.step]), where)
     except Corrupt as error:
         problems.append(Problem(where, None, None, str(error)))
     base = known.get(it.base) if it.base is not None else {}

@@ -44,7 +44,7 @@ def is_mapping(tree: Any) -> bool:
 
 
 def map_tensors(
-    tree: Any, place: Callable[[tuple[str, ...], str], Any], known: Collection[str], where: str
+    tree: Any, place: Callable[[tuple[str, ...], Any], Any], known: Callable[[Any], bool], where: str
 ) -> Any:
     """A tree with something else in the place of its tensors' names.
 
@@ -54,8 +54,8 @@ def map_tensors(
         As `parse_tree` gives it.
     place : callable
         Called with a tensor's path below the tree and its name; gives what takes its place.
-    known : collection of str
-        The tensors that there are.
+    known : callable
+        Called with what should be a name: whether there is such a tensor.
     where : str
         What the tree is from, for messages.
 
@@ -76,7 +76,7 @@ def map_tensors(
             raise damaged(where, ValueError("a node has no kind"))
         kind, rest = value[0], value[1:]
         if kind in LEAVES:
-            if len(rest) != 1 or rest[0] not in known:
+            if len(rest) != 1 or not known(rest[0]):
                 raise damaged(where, ValueError(f"there is no tensor {str(rest)[:200]!a}"))
             return [kind, place(path, rest[0])]
         if kind in MAPPINGS:
@@ -84,6 +84,11 @@ def map_tensors(
         return [kind, *(node(it, (*path, str(i))) for i, it in enumerate(rest))]
 
     return node(tree, ())
+
+
+def one_of(names: Collection[str]) -> Callable[[Any], bool]:
+    """Whether something is one of these names, for `map_tensors`."""
+    return lambda it: isinstance(it, str) and it in names
 
 
 def _pairs_of(rest: list[Any], where: str) -> list[Any]:

@@ -80,6 +80,42 @@ def test_exports_of_odd_states(tmp_path: Path, state: Any, files: dict[str, list
     assert found == files
 
 
+def test_an_export_replaces_one_that_had_more_parts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, {"a": torch.ones(1), "b": {1: [torch.ones(2)], "tensor": ["mine"]}, "/": torch.ones(3)})
+        store.save(2, {"a": torch.ones(1), "c": torch.zeros(2)})
+        store.save(3, {"x": 1})
+        for step, files in ((1, {"a", "b", "part-0"}), (2, {"a", "c"}), (3, set()), (2, {"a", "c"})):
+            store.export(step, out, force=True)
+            assert {it.name for it in out.iterdir()} == {f"{it}.safetensors" for it in files} | {"state.json"}
+        (out / "mine.safetensors").write_text("mine")
+        with pytest.raises(InvalidDestination, match=r"mine\.safetensors`, which is no file of this"):
+            store.export(3, out, force=True)
+        os.rename(out / "mine.safetensors", out / "b.safetensors")  # whose name step 1 needs
+        with pytest.raises(InvalidDestination, match=r"b\.safetensors`, which is no file of this"):
+            store.export(1, out, force=True)
+    assert json.loads((out / "state.json").read_text())["step"] == 2
+    assert (out / "b.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["../notes.safetensors", "mine", "in/x.safetensors", ".safetensors/..", 3, None]
+)
+def test_an_export_removes_nothing_that_no_export_writes(tmp_path: Path, name: object) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "in").mkdir()
+    places = (tmp_path / "notes.safetensors", out / "mine", out / "in" / "x.safetensors")
+    for place in places:
+        place.write_text("mine")
+    (out / "state.json").write_text(json.dumps({"step": 1, "state": {"a": ["tensor", [name, "a"]]}}))
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, {"x": 1})
+        with pytest.raises(InvalidDestination):
+            store.export(1, out, force=True)
+    assert {it.read_text() for it in places} == {"mine"}
+
+
 @pytest.mark.parametrize("rest", [None, "{}", "no JSON", '{"step": 1}'])
 def test_an_export_replaces_only_what_one_wrote(tmp_path: Path, rest: str | None) -> None:
     (out := tmp_path / "out").mkdir()

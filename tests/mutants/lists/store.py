@@ -268,7 +268,7 @@ MUTANTS = (
     mutant(
         "an-export-replaces-what-none-wrote",
         "store/export.py",
-        '    if found != {"step", "state"}:\n',
+        '    if set(found) != {"step", "state"}:\n',
         "    if not here:\n",
         "`ckpt export --force` replaces a model's own folder",
         "integration/checkpoints/test_checkpoint_exports.py",
