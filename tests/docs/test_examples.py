@@ -65,6 +65,20 @@ def test_what_a_block_needs_is_said_where_readers_see_it(page: str) -> None:
             assert it.not_run is None or "GPU" in it.not_run, f"{page}:{it.line}"
 
 
+def test_guides_go_in_any_order() -> None:
+    """What several of them make in the same folder, each replaces."""
+    made = re.compile(r"^tpde (?:pack|unpack|diff|patch|ckpt export) [^#\n]*", re.M)
+    places: dict[str, list[tuple[str, bool]]] = {}
+    for page in PAGES:
+        for it in blocks(ROOT / page) if page.startswith("docs/guides/") else ():
+            for command in made.findall(it.code) if not it.not_run else ():
+                place = command.partition(" --")[0].split()[-1]  # options come last
+                places.setdefault(place, []).append((page, "--force" in command))
+    shared = {place: them for place, them in places.items() if len({page for page, _ in them}) > 1}
+    assert {"llama-packed", "math.tpde", "law.tpde"} <= set(shared)
+    assert not [(place, page) for place, them in shared.items() for page, forced in them if not forced]
+
+
 def _words(text: str) -> str:
     """What is printed, but for numbers, which are each machine's, and spaces between columns."""
     return " ".join(re.sub(r"\d[\d.]*( ([KMG]i)?B\b)?", "#", text).split())
