@@ -108,8 +108,8 @@ def test_packing_in_place_gives_back_what_plain_weights_had() -> None:
         set_kernels(model, kernels)
         gc.collect()
         packed = {it.packed for it in model.parameters() if isinstance(it, PackedParameter)}
-        # Two blocks are room for rows that are decoded. PyTorch may keep as much as one more, in parts of what
-        # plain weights had and packed ones took.
+        # Two blocks are room for rows that are decoded. PyTorch may keep one more, in parts of what plain
+        # weights had and packed ones took.
         allowed = sum(it.packed_bytes for it in packed) + 3 * block + (40 << 20)
         assert allowed < 0.9 * plain
         assert torch.cuda.memory_reserved() - before <= allowed

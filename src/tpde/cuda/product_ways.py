@@ -33,9 +33,9 @@ _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
 # Of `wide_product`: pieces of x in shared memory, and for how many turns' sums there is room; by rows of x,
 # blocks of a cluster and warps of a block that multiply. Where four blocks have two parts each, half as many
 # sums pass between them; but of 128 rows they leave registers for eight warps only. On an H200, by eight and
-# by four blocks, us: 64 rows with 28672 x 4096 words 66.0 and 59.0 (`group_product`: 61.8), with 6144 x 4096
-# 18.5 and 21.0 (19.0), with 4096 x 14336 35.3 and 36.7 (47.4); 128 rows 92.4 and 85.4, 24.9 and 24.8, 44.5
-# and 59.2.
+# by four blocks, before lanes copied words, us: 64 rows with 28672 x 4096 words 66.0 and 59.0
+# (`group_product`: 61.8), with 6144 x 4096 18.5 and 21.0 (19.0), with 4096 x 14336 35.3 and 36.7 (47.4); 128
+# rows 92.4 and 85.4, 24.9 and 24.8, 44.5 and 59.2.
 _PIECES, _ROOMS = 4, 2
 _TEAMS = {64: ((8, 12), (4, 12)), 128: ((8, 12), (4, 8))}
 _LARGE, _FEW_CHUNKS = 384, {64: 3, 128: 2}  # stripes, more than that; chunks of a part, at most
