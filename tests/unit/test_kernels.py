@@ -165,8 +165,9 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     for how in found.values():
         if how.own or columns < 14336:  # those of others do not depend on how many there are
             log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.own)[1]
-            # Of `wide_product`, warps that add sums up have two registers too few, once a turn.
-            assert_no_spills(log, most=16 if how.name == "wide_product" else 0)
+            # Of 128 rows by four blocks, warps that add sums up have two registers too few, once a turn.
+            few = how.name == "wide_product" and how.defines["WIDE"] == 8
+            assert_no_spills(log, most=16 if few else 0)
             assert registers(log) * 32 * how.warps * how.blocks <= 65536
             if how.warps == 16:  # what these give each other of what they have at first
                 assert registers(log) == 128
