@@ -170,14 +170,14 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 #define EMULATED
 #define DYNAMIC_SHARED unsigned char *const shared = fibers::here->shared
 namespace fibers {
-struct Fragment { unsigned a[4], x[2]; };
-static Fragment fragments[MOST_THREADS];
-static float bf16(unsigned word) {
+static double bf16(unsigned word) {
   const unsigned bits = word << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
+struct Fragment { double a[8], x[4]; };
+static Fragment fragments[MOST_THREADS];
 }  // namespace fibers
 extern "C" unsigned shared_bytes;
 unsigned shared_bytes = 0;  // of a block
@@ -210,18 +210,18 @@ static unsigned short rounded(float value) {
 /* mma.m16n8k16: the order of its sums is this one's own, the same for all kernels. */
 static void mma(float *sum, unsigned a, unsigned b, unsigned c, unsigned d, unsigned x, unsigned y) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane, g = lane / 4, q = lane % 4;
-  fibers::fragments[threadIdx.x] = {{a, b, c, d}, {x, y}};
+  const unsigned words[] = {a, b, c, d, x, y};
+  fibers::Fragment &mine = fibers::fragments[threadIdx.x];
+  for (unsigned i = 0; i < 12; i++) (i < 8 ? mine.a[i] : mine.x[i - 8]) = fibers::bf16(words[i / 2] >> i % 2 * 16 & 0xFFFF);
   fibers::meet(0xFFFFFFFFu, 0);
-  for (unsigned i = 0; i < 4; i++) {
-    const unsigned half = i / 2, column = 2 * q + i % 2;
-    double made = 0;
-    for (unsigned k = 0; k < 16; k++) {  // k is column 2q + k % 2 of the first eight, or of the others
-      const fibers::Fragment &row = fibers::fragments[warp + 4 * g + k / 2 % 4], &other = fibers::fragments[warp + 4 * column + k / 2 % 4];
-      const unsigned w = row.a[half + k / 8 * 2] >> k % 2 * 16 & 0xFFFF, v = other.x[k / 8] >> k % 2 * 16 & 0xFFFF;
-      made += (double)fibers::bf16(w) * (double)fibers::bf16(v);
-    }
-    sum[i] = (float)((double)sum[i] + made);
+  double made[4] = {};
+  for (unsigned k = 0; k < 16; k++) {  // k is column 2q + k % 2 of the first eight, or of the others
+    const unsigned from = warp + k / 2 % 4, word = k / 8;
+    const double *row = fibers::fragments[from + 4 * g].a + 4 * word + k % 2;
+    const double v = fibers::fragments[from + 8 * q].x[2 * word + k % 2], w = fibers::fragments[from + 8 * q + 4].x[2 * word + k % 2];
+    made[0] += row[0] * v, made[1] += row[0] * w, made[2] += row[2] * v, made[3] += row[2] * w;
   }
+  for (unsigned i = 0; i < 4; i++) sum[i] = (float)((double)sum[i] + made[i]);
   fibers::meet(0xFFFFFFFFu, 0);
 }
 

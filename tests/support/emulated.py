@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _FLAGS = (*_BOUNDS, *_JUMPS, *_LIBRARY)
 # What the kernels are told of the CPU: three multiprocessors without `wgmma`.
 CPU = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
 _folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")
+_compiling = threading.Lock()
 
 
 @functools.cache
@@ -40,9 +42,14 @@ def declared(source: str, name: str) -> int:
     return (found[1].replace("MATRIX", matrix[1]) if matrix else found[1]).count(",") + 1
 
 
-@functools.cache
 def compiled(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """A kernel file as a library."""
+    """A kernel file as a library; several threads may ask for one."""
+    with _compiling:
+        return _compiled(source, defines)
+
+
+@functools.cache
+def _compiled(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")

@@ -68,7 +68,7 @@ static void under_way(const Delivery &d) {
 static unsigned rank() { return (unsigned)(here - blocks); }
 
 /* Products that a lane has begun: of two rows of A, of B at `at`, and what B's bytes were. */
-struct Product { float *sum, rows[2][16]; unsigned at, step, width, hash, group; };
+struct Product { float *sum; double rows[2][16]; unsigned at, step, width, hash, group; };
 struct Products { unsigned count, groups; Product begun[64]; };
 static Products products[MOST_BLOCKS][MOST_THREADS];
 static unsigned words[MOST_BLOCKS][MOST_THREADS][4];
@@ -90,20 +90,17 @@ static bool looks() { return threadIdx.x % 32 % 31 == 0; }
 
 static void add_up(const Product &p) {
   if (looks() && hash_of_b(p) != p.hash) fail("what is multiplied was changed");
-  for (unsigned t = 0; t < p.width / 8; t++)
-    for (unsigned j = 0; j < 2; j++) {
-      float of_b[16];
-      for (unsigned k = 0; k < 16; k++) {
-        const unsigned char *b = word_of_b(p, 8 * t + threadIdx.x % 4 * 2 + j, k);
-        of_b[k] = bf16(b[0] | (unsigned)b[1] << 8);
-      }
-      for (unsigned half = 0; half < 2; half++) {
-        float &sum = p.sum[4 * t + 2 * half + j];
-        double made = 0;
-        for (unsigned k = 0; k < 16; k++) made += (double)of_b[k] * (double)p.rows[half][k];
-        sum = (float)((double)sum + made);
-      }
+  for (unsigned t = 0; t < p.width / 8; t++) {
+    double made[4] = {};
+    for (unsigned k = 0; k < 16; k++) {
+      unsigned short words[2];
+      memcpy(words, word_of_b(p, 8 * t + threadIdx.x % 4 * 2, k), 2);
+      memcpy(words + 1, word_of_b(p, 8 * t + threadIdx.x % 4 * 2 + 1, k), 2);
+      const double v = bf16(words[0]), w = bf16(words[1]);
+      made[0] += p.rows[0][k] * v, made[1] += p.rows[0][k] * w, made[2] += p.rows[1][k] * v, made[3] += p.rows[1][k] * w;
     }
+    for (unsigned i = 0; i < 4; i++) p.sum[4 * t + i] = (float)((double)p.sum[4 * t + i] + made[i]);
+  }
 }
 }  // namespace fibers
 

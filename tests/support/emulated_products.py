@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def aligned(words: Any) -> Any:
 
 
 class Made:
-    """A matrix, rows of x, and what `product` gives."""
+    """A matrix, and rows of x."""
 
     def __init__(self, rows: int, columns: int, count: int, escapes: bool) -> None:
         draw = np.random.default_rng(rows + columns)
@@ -37,13 +38,10 @@ class Made:
         x = np.zeros((count, -(-columns // 8) * 8), np.uint16)
         x[:, :columns] = bf16(draw.standard_normal((count, columns)))
         self.x, self.bias = aligned(x), bf16(draw.standard_normal(rows))
-        defines = matrix_defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
-        how = Product(8, SOURCE, "product", defines, WARPS * (WARP_BYTES + 2 * 16 * 8 * 4))
-        self.needed = self.by(how, 1)
 
-    def by(self, how: Product, grid: int) -> Any:
-        """The product, before a row that stays as it is."""
-        window, at, x = self.window, self.blob.ctypes.data, self.x
+    def by(self, how: Product, grid: int, count: int | None = None) -> Any:
+        """The product with the first rows of x, or all, before a row that stays as it is."""
+        window, at, x = self.window, self.blob.ctypes.data, self.x[:count]
         y = np.full((len(x) + 1, window.rows + 1), 0x7777, np.uint16)
         places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
         matrix = [
@@ -64,3 +62,18 @@ class Made:
                 there = [room.ctypes.data, len(rows)]
             launch(0, *matrix, *there, out.ctypes.data, y.shape[1], self.bias.ctypes.data)
         return y
+
+    @functools.cached_property
+    def _multiplied(self) -> Any:
+        defines = matrix_defines(self.window) | {"NB": 16, "SHARED": 0, "BLOCKS": 1}
+        return self.by(Product(16, SOURCE, "product", defines, WARPS * (WARP_BYTES + 2 * 16 * 16 * 4)), 1)
+
+    def needed(self, count: int) -> Any:
+        """What `product` gives: of the first rows of x the same as of all."""
+        return np.concatenate((self._multiplied[:count], self._multiplied[-1:]))
+
+
+@functools.lru_cache(maxsize=8)
+def made(rows: int, columns: int, escapes: bool) -> Made:
+    """A matrix and 128 rows of x, for several tests."""
+    return Made(rows, columns, 128, escapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.emulated_products import Made
+from support.emulated_products import made
 
 from tpde.codec import windows
 from tpde.cuda.capability import DeviceFacts
@@ -33,10 +33,10 @@ def clusters_ways(window: windows.Window, rows: int, name: str) -> list[Product]
 )
 def test_wide(most: int, cluster: int, rows: int, columns: int, count: int, clusters: int) -> None:
     """Of x that was arranged, with zeros beyond its rows and columns."""
-    made = Made(rows, columns, count * most // 64, escapes=columns in (2230, 2304))
-    (how,) = (it for it in clusters_ways(made.window, most, "wide_product") if it.cluster == cluster)
-    assert how.room == made.window.stripe_chunks * 512 * most
-    assert np.array_equal(made.by(how, clusters), made.needed)
+    it, count = made(rows, columns, escapes=columns in (2230, 2304)), count * most // 64
+    (how,) = (way for way in clusters_ways(it.window, most, "wide_product") if way.cluster == cluster)
+    assert how.room == it.window.stripe_chunks * 512 * most
+    assert np.array_equal(it.by(how, clusters, count), it.needed(count))
 
 
 @pytest.mark.parametrize("most", [16, 32, 64])
@@ -56,11 +56,11 @@ def test_wide(most: int, cluster: int, rows: int, columns: int, count: int, clus
 )
 def test_groups(most: int, rows: int, columns: int, clusters: int) -> None:
     """With x that stays in shared memory or passes through it; sums of several turns; all ways of a shape."""
-    made = Made(rows, columns, most - 3, escapes=columns == 2304)
-    ways = clusters_ways(made.window, most, "group_product")
+    it = made(rows, columns, escapes=columns == 2304)
+    ways = clusters_ways(it.window, most, "group_product")
     assert ways
     for how in ways:
-        assert np.array_equal(made.by(how, clusters), made.needed), how.label
+        assert np.array_equal(it.by(how, clusters, most - 3), it.needed(most - 3)), how.label
 
 
 @pytest.mark.parametrize(("most", "cluster", "warps"), [(64, 8, 12), (64, 4, 12), (128, 8, 12), (128, 4, 8)])
