@@ -92,7 +92,7 @@ def test_two_workers(models: Models) -> None:
     assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
 
 
-@pytest.mark.parametrize("how", ["plain", "packed", "compiled"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.quick), "packed", "compiled"])
 def test_no_sum_is_split_over_workers(tmp_path: Path, how: str) -> None:
     """One worker's tokens, with weights that are loaded later, too."""
     from support.vllm import save_llama
@@ -165,6 +165,7 @@ def test_guesses_of_a_draft(models: Models, guesses: None) -> None:
     close(llm)
 
 
+@pytest.mark.quick
 def test_adapters(models: Models, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
