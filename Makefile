@@ -21,7 +21,7 @@ $(VENV)/.extra-%: pyproject.toml constraints.txt | $(VENV)/.package
 	$(BIN)/python -m pip install -q "tpde[$*]"
 	@touch $@
 
-# By itself: beside torch, whose classes it then looks up, it takes 100 s, alone 6.
+# Pylint by itself: where it can import torch it looks up its classes, which takes 100 s, not 6.
 PYLINT := $(VENV)/alone/bin/pylint
 $(PYLINT): constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)/alone
@@ -69,9 +69,9 @@ mutants: $(VENV)/.extra-test $(VENV)/.package
 # What `kernels`, `lint` and `docs` need, so that these can run at a time.
 tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.package $(PYLINT)
 
-# Every kernel, compiled for every architecture; needs no GPU. QUICK=1: what CI runs.
+# Every kernel, compiled for every architecture; needs no GPU.
 kernels: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(QUICK),-m "not rare") tests/unit/test_kernels.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/unit/test_kernels.py
 
 test-large: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest -m large -o faulthandler_timeout=7200

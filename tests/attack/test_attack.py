@@ -32,7 +32,7 @@ def field(tmp_path: Path) -> Iterator[Field]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_seconds_of_the_campaign_find_nothing(kind: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    tally = run(kind, tmp_path / "folder", tmp_path / "keep", seed=22, seconds=2)
+    tally = run(kind, tmp_path / "folder", tmp_path / "keep", seed=22, seconds=3)
     assert tally.findings == []
     assert tally.tried > 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
 from typing import Any, ClassVar
 
 import pytest
@@ -35,8 +34,6 @@ from tpde.errors import CompileError, MissingDependency
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Where a block may have no more than `LEAST_SHARED`.
 LEAST_ARCHITECTURES = ("sm_86", "sm_89", "sm_120")
-# To these kernels much like sm_90, or sm_120, which has as little shared memory as sm_86.
-LIKE_OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100")
 WARPS_OF_F64 = 16  # eight planes take more registers
 # Planes that are coded, and those whose tables hold pairs, as the packer chooses them for weights.
 KINDS = {
@@ -58,21 +55,7 @@ KINDS = {
 SHORT = {"BF16 pruned": 0b01, "F16 pruned": 0b01, "F32 pruned": 0b111, "I8 pruned": 1}
 # Bytes of a ring's piece: the least that `need` gives for the planes.
 PIECES = {"F32": 8, "F64": 8}
-# What most weights are.
-COMMON = ("BF16", "F32", "BF16 pruned")
 NVRTC = Nvrtc()
-
-
-def by_architecture(
-    values: Iterable[Any], common: Container[Any], architectures: Iterable[str] = ARCHITECTURES
-) -> list[Any]:
-    """Of each value and architecture a test; not all of them run in CI."""
-    rare = {True: [pytest.mark.rare], False: []}
-    return [
-        pytest.param(value, arch, marks=rare[arch in LIKE_OTHERS and value not in common])
-        for value in values
-        for arch in architectures
-    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +77,8 @@ def assert_no_spills(log: str, most: int = 0) -> None:
     assert all(int(bytes_) <= most for pair in found for bytes_ in pair), log
 
 
-@pytest.mark.parametrize(("kind", "arch"), by_architecture(KINDS, COMMON))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
     word, rotate, coded, pairs = KINDS[kind]
     ways = [(0, 0), (1, 0)]
@@ -115,7 +99,8 @@ def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
         assert registers(log) * 32 * warps <= 65536
 
 
-@pytest.mark.parametrize(("word", "arch"), by_architecture([1, 2, 4, 8], (2, 4)))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
 def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None:
     kinds = []
     for rotate in (0, 1):
@@ -129,7 +114,8 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
         assert max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0) <= 48 << 10  # static: no more
 
 
-@pytest.mark.parametrize(("kind", "arch"), by_architecture(KINDS, COMMON))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_encoding_compiles_without_spills(kind: str, arch: str) -> None:
     word, rotate, coded, pairs = KINDS[kind]
     defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
@@ -152,8 +138,9 @@ def test_encoding_windows_compiles_without_spills(defines: dict[str, int], arch:
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
 
 
-@pytest.mark.parametrize(("zero", "arch"), by_architecture([0, FLAG_ZERO], (0,)))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("columns", [384, 4096, 14336, 14400])
+@pytest.mark.parametrize("zero", [0, FLAG_ZERO])
 def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> None:
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
@@ -206,8 +193,8 @@ def test_experts_compile_with_hardly_a_spill(columns: int, arch: str) -> None:
     assert int(taken["experts_rows"]) * 256 * 2 <= 65536
 
 
-@pytest.mark.parametrize(("layout", "arch"), by_architecture(LAYOUTS, COMMON, LEAST_ARCHITECTURES))
-def test_cards_with_little_shared_memory_keep_24_warps(layout: str, arch: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
     """Registers and shared memory of the very kernel that a packed tensor is decoded with."""
     one = item(weights(layout))
     chosen = geometry.geometry(geometry.need([one]), LEAST_SHARED)
@@ -216,11 +203,12 @@ def test_cards_with_little_shared_memory_keep_24_warps(layout: str, arch: str) -
     assert chosen.table_room
     defines = geometry.kernel_defines(items.kind_defines(one.header, one.tables), chosen, check=False)
     assert defines["THREADS"] >= 32 * warps
-    log = NVRTC.cubin(decode.SOURCE, defines, arch)[1]
-    assert_no_spills(log)
-    assert registers(log) * 32 * chosen.warps <= 65536
-    static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
-    assert chosen.shared + static <= LEAST_SHARED
+    for arch in LEAST_ARCHITECTURES:
+        log = NVRTC.cubin(decode.SOURCE, defines, arch)[1]
+        assert_no_spills(log)
+        assert registers(log) * 32 * chosen.warps <= 65536
+        static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
+        assert chosen.shared + static <= LEAST_SHARED
 
 
 def test_errors_of_the_compiler_are_shown() -> None:
