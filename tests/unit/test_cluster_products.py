@@ -18,6 +18,16 @@ def clusters_ways(window: windows.Window, rows: int, name: str) -> list[Product]
     return [it for it in ways_of(HOPPER, window, rows) if it.name == name and it.rows == rows]
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(257, 2304), (200, 4050), (40, 8500), (64, 6144)])
+def test_eight_rows_by_blocks_alone(rows: int, columns: int) -> None:
+    """Others are compared with 16 rows of x at a time: eight have the same bits, with x copied or not."""
+    it = made(rows, columns, escapes=columns == 2304)
+    ways = [way for way in ways_of(HOPPER, it.window, 5) if way.name == "product"]
+    assert {way.defines["SHARED"] for way in ways} == {0, 1}
+    for how in ways:
+        assert np.array_equal(it.by(how, 2, 13), it.needed(13)), how.label
+
+
 @pytest.mark.parametrize(("most", "cluster"), [(64, 8), (64, 4), (128, 8), (128, 4)])
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "clusters"),
