@@ -96,6 +96,21 @@ def test_groups_take_few_rows_where_blocks_would_idle(rows: int, columns: int, c
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "count", "warps"),
+    [
+        (3072, 2048, 32, 8),  # 192 stripes
+        (4080, 2048, 17, 8),  # 255
+        (4096, 2048, 32, 12),
+        (3072, 2048, 16, 12),
+        (2048, 2056, 32, 12),  # the first part has two chunks
+    ],
+)
+def test_fewer_warps_take_few_stripes(rows: int, columns: int, count: int, warps: int) -> None:
+    ways = ways_of(device(H200, True), sections(rows, columns), count)
+    assert [it.warps - 4 for it in ways if it.rows == -(-count // 16) * 16][:2] == [warps, 20 - warps]
+
+
+@pytest.mark.parametrize(
     ("columns", "count", "names"),
     [
         (4096, 64, ["wide 64", "wide 64", "group 64", "group 32", "group 32"]),
