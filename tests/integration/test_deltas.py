@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import tpde
 from tpde.errors import InvalidInput
 from tpde.format.constants import DTYPES
 from tpde.io.sources import FileSource
+from tpde.memory.garbage import collecting_later
 from tpde.store.delta_file import DeltaFile, is_delta_file
 from tpde.store.delta_report import inspect_delta
 from tpde.store.diffing import diff
@@ -33,6 +35,17 @@ def test_targets_come_back_byte_for_byte(make, fast: bool, tmp_path: Path) -> No
     patch(base, tmp_path / "delta", tmp_path / "out")
     assert content(tmp_path / "out") == content(target)
     assert verify_delta(tmp_path / "delta") == verify_delta(tmp_path / "delta", base=base) == []
+
+
+@makers
+def test_no_garbage_is_made(make, tmp_path: Path) -> None:
+    """None is collected meanwhile: what a tensor takes is gone when the next one comes."""
+    base, target = make(tmp_path)
+    diff(base, target, tmp_path / "delta")  # what is imported, or made once
+    gc.collect()
+    with collecting_later():
+        diff(base, target, tmp_path / "delta", force=True)
+        assert gc.collect() == 0
 
 
 def test_a_fast_delta_has_models_of_one_class(tmp_path: Path) -> None:

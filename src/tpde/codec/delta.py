@@ -116,13 +116,13 @@ class ChangeModel:
         if old.size != new.size or old.size % self.word_bytes:
             raise ValueError(f"{old.size} and {new.size} bytes are no two states of a tensor")
         chunks = chunk_count(old.size // self.word_bytes)
-        changes, sizes = np.empty((2, chunks), np.uint32)
+        records = np.empty((2, chunks), np.uint32)  # changes and sizes
         # The least is for chunks of a few words. A system with large pages gives all of it memory.
         room = chunk_room(old.size, chunks) + _ROOM_LEFT
         out, parts = np.empty(room * min(chunks, _TOGETHER), np.uint8), list[Bytes]()
         # Places are computed from these: of small tensors, most of the time goes to asking for them.
-        old_at, new_at, out_at = address(old), address(new), address(out)
-        changes_at, sizes_at = address(changes.view(np.uint8)), address(sizes.view(np.uint8))
+        old_at, new_at, out_at, changes_at = address(old), address(new), address(out), address(records)
+        sizes_at = changes_at + 4 * chunks
         check_sum, used, part_check, error = 0, ctypes.c_uint64(), ctypes.c_uint64(), Error()
         for first in range(0, chunks, _TOGETHER):
             last = min(first + _TOGETHER, chunks)
@@ -149,7 +149,7 @@ class ChangeModel:
             parts.append(out[: used.value].copy())
             check_sum += part_check.value
         data: Bytes = parts[0] if len(parts) == 1 else np.concatenate([out[:0], *parts])
-        return Sparse(data, changes, sizes, check_sum % (1 << 64))
+        return Sparse(data, records[0], records[1], check_sum % (1 << 64))
 
     def apply(self, sparse: Sparse, words: Bytes, threads: int = 1, *, dry: bool = False) -> None:
         """Turn a base into its target where it lies.
@@ -181,8 +181,8 @@ class ChangeModel:
             self._handle,
             address(sparse.data) if sparse.data.size else None,
             sparse.data.size,
-            address(sparse.changes.view(np.uint8)),
-            address(sparse.sizes.view(np.uint8)),
+            address(sparse.changes),
+            address(sparse.sizes),
             address(words),
             count,
             *how,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from tpde.format.constants import DTYPES
-from tpde.format.delta_head import SAME, SPARSE, WeightsEntry
+from tpde.format.delta_head import SAME, SPARSE, Head, WeightsEntry
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
 
@@ -84,19 +84,20 @@ def inspect_delta(path: str | os.PathLike[str]) -> DeltaReport:
     """
     file = DeltaFile(FileSource(existing_delta(path)))
     try:
-        return _report(file)
+        return report_of(file.head, file.name, file.size)
     finally:
         file.close()
 
 
-def _report(file: DeltaFile) -> DeltaReport:
+def report_of(head: Head, name: str, size: int) -> DeltaReport:
+    """What is in a delta, of so many bytes, of which the head is known."""
     tensors = []
-    for entry in file.head.files:
+    for entry in head.files:
         for it in entry.tensors if isinstance(entry, WeightsEntry) else ():
             words = it.spec.nbytes // DTYPES[it.spec.dtype].word_bytes
             changed = 0.0 if it.codec == SAME else None
             if it.codec == SPARSE and words:
-                changed = int(it.changes.sum(dtype="u8")) / words
+                changed = sum(it.changes.tolist()) / words  # most tensors have one chunk
             tensors.append(
                 TensorChange(
                     it.name,
@@ -110,5 +111,5 @@ def _report(file: DeltaFile) -> DeltaReport:
                 )
             )
     total = sum(it.bytes for it in tensors)
-    others = tuple((it.name, it.size) for it in file.head.others)
-    return DeltaReport(file.name, file.head.base, file.size, total, total / file.size, tuple(tensors), others)
+    others = tuple((it.name, it.size) for it in head.others)
+    return DeltaReport(name, head.base, size, total, total / size, tuple(tensors), others)

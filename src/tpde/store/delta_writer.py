@@ -176,8 +176,8 @@ def write_delta_file(
     threads: int,
     force: bool,
     progress: Progress = no_progress,
-) -> None:
-    """Write a delta to a file, from what the states read; it appears when it is complete.
+) -> Head:
+    """Write a delta to a file, from what the states read; it appears when it is complete. Returns what it is.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def write_delta_file(
     """
     comparer = HostComparer(base, target, threads)
     with committed(FileSink(path, force=force)) as sink:
-        write_delta(
+        return write_delta(
             base, target, sink, hint=hint, fast=fast, comparer=comparer, threads=threads, progress=progress
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 from tpde.errors import InvalidInput
 from tpde.files.destinations import refuse_nested, refuse_sources
@@ -10,7 +11,8 @@ from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.thread_count import check_threads
 from tpde.io.paths import given_path
 from tpde.io.sinks import refuse_file
-from tpde.store.delta_report import DeltaReport, inspect_delta
+from tpde.memory.garbage import collecting_later
+from tpde.store.delta_report import DeltaReport, report_of
 from tpde.store.delta_writer import hint_for, write_delta_file
 from tpde.store.open_state import open_state, stands_on
 from tpde.store.states import State
@@ -68,29 +70,16 @@ def diff(
     refuse_file(delta, force)
     refuse_sources(out, first, second)
     hint = hint_for(first, out)
-    old = open_state(first)
-    try:
-        new = open_state(second)
-        try:
-            for source in (*stands_on(old), *stands_on(new)):
-                refuse_nested(source, out)
-            _refuse_unlike(old, new)
-            _refuse_unrelated(old, new)
-            write_delta_file(
-                old,
-                new,
-                out,
-                hint=hint,
-                fast=fast,
-                threads=count,
-                force=force,
-                progress=progress,
-            )
-        finally:
-            new.close()
-    finally:
-        old.close()
-    return inspect_delta(out)
+    # There is an object or more for each tensor, and no garbage.
+    with collecting_later(), closing(open_state(first)) as old, closing(open_state(second)) as new:
+        for source in (*stands_on(old), *stands_on(new)):
+            refuse_nested(source, out)
+        _refuse_unlike(old, new)
+        _refuse_unrelated(old, new)
+        head = write_delta_file(
+            old, new, out, hint=hint, fast=fast, threads=count, force=force, progress=progress
+        )
+        return report_of(head, str(out), out.stat().st_size)
 
 
 def _refuse_unlike(base: State, target: State) -> None:
