@@ -315,7 +315,7 @@ def to_torch(data: Bytes, spec: TensorSpec, instead: str = "") -> torch.Tensor:
 
     dtype, shape = torch_dtype(spec.dtype), torch_shape(spec)
     if not data.size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 

@@ -175,6 +175,15 @@ def test_views_of_one_memory() -> None:
     assert bits_of(old) == bits_of(new)
 
 
+def test_views_of_one_memory_under_another_default_device() -> None:
+    old, new = _buffer(), _buffer()
+    new["whole"][2, 3:20] += 1
+    delta = tpde.make_delta(_buffer(), new)
+    with torch.device("meta"):
+        assert tpde.apply_delta(old, delta) == 4
+    assert bits_of(old) == bits_of(new)
+
+
 def test_inference_tensors_and_autograd() -> None:
     with torch.inference_mode():
         old = {"w": torch.randn(100)}

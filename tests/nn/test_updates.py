@@ -91,6 +91,19 @@ def test_a_state_dict_becomes_the_target() -> None:
     check(model, new)
 
 
+def test_under_another_default_device() -> None:
+    """What is made on the way is on the host, or where the model is, wherever PyTorch makes tensors."""
+    torch.manual_seed(5)
+    old = Model(words=3000).to(torch.bfloat16).eval()  # the embedding has several chunks
+    new = tuned(old, 1)
+    with torch.device("meta"):
+        model = packed(old)
+        check(model, old)
+        tpde.apply_delta(model, tpde.make_delta(old, new))
+        check(model, new)
+    check(model, new)
+
+
 def test_updates_on_updates() -> None:
     """As many as one likes: what they take stays within a quarter of the weight."""
     states = [base()]

@@ -84,3 +84,10 @@ def test_tensors_saved_come_back_bit_for_bit(content: str, tmp_path: Path) -> No
         for name, tensor in tensors.items():
             assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
             assert torch_bytes(found[name]).tobytes() == torch_bytes(tensor).tobytes()
+
+
+def test_tensors_come_on_the_host_under_another_default_device() -> None:
+    data = tpde.torch.save({"empty": torch.empty(0, 4), "full": torch.ones(4)})
+    with torch.device("meta"):
+        found = tpde.torch.load(data)
+    assert {it.device.type for it in found.values()} == {"cpu"}

@@ -97,7 +97,7 @@ class StateDictSource:
         like = stored.like
         data = bytearray(_reach(like))
         if not data:
-            return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
         self._file.read_into(stored.offset + _first(like), memoryview(data))
         flat = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())

@@ -292,7 +292,9 @@ class _Lane:
     def __init__(self, device: torch.device, piece: int) -> None:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._buffers = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._buffers = [
+                torch.empty(piece, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+            ]
             self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
 
     def read(self, work: _Work, main: torch.cuda.Stream) -> None:

@@ -63,7 +63,7 @@ def _room(nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes in host memory that the device copies from and to at its full speed."""
     import torch
 
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 class Upload:

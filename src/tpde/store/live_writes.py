@@ -102,7 +102,7 @@ def refuse_conflicts(changes: list[Change], delta: str) -> None:
         with torch.inference_mode(False), torch.no_grad():
             copy = own.set_(storage).to("cpu", copy=True).untyped_storage()
             views = [
-                torch.empty(0, dtype=it.tensor.dtype).set_(
+                torch.empty(0, dtype=it.tensor.dtype, device="cpu").set_(
                     copy, it.tensor.storage_offset(), it.tensor.shape, it.tensor.stride()
                 )
                 for it in group

@@ -76,7 +76,7 @@ class Staging:
         if isinstance(held, np.ndarray) or held.numel() < size or (pinned and not held.is_pinned()):
             del held
             self._buffer = _NOTHING
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def _bytes(self) -> Bytes:
         buffer: Bytes = self._buffer if isinstance(self._buffer, np.ndarray) else self._buffer.numpy()

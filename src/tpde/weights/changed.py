@@ -199,7 +199,7 @@ class Changed(Source):
         if (low, high) == (begin, end) or not now.changes:
             room, low, high = out, begin, end
         else:
-            room = torch.empty(high - low, dtype=torch.uint8).numpy()
+            room = torch.empty(high - low, dtype=torch.uint8, device="cpu").numpy()
         now.start.decode_on_host(low, high, room)
         for change in now.changes:
             change.apply_on_host(room, low // step)

@@ -167,7 +167,7 @@ RowsLaunch: TypeAlias = "Launch[[int, int, int, bool], None]"  # of `Rows`: ids,
 def locked_reports(count: int) -> torch.Tensor:
     """Page-locked zeros for what the kernels of so many works report."""
     with torch.inference_mode(False):
-        return torch.zeros((count, 4), dtype=torch.int32, pin_memory=True)
+        return torch.zeros((count, 4), dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def mismatch(name: str, chunk: int, details: str = "", *, hint: str, where: str | None = None) -> Corrupt:

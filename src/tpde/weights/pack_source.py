@@ -85,7 +85,7 @@ def _pack_on_host(name: str, tensor: Tensor, threads: int | None) -> Resident | 
 def _resident(sink: BytesSink, size: int, like: Tensor, name: str) -> Resident:
     """A blob that was written, on the device of a tensor."""
     with torch.inference_mode(False):
-        blob = torch.zeros(align(size, ALIGN_BLOB), dtype=torch.uint8)
+        blob = torch.zeros(align(size, ALIGN_BLOB), dtype=torch.uint8, device="cpu")
         blob[:size] = torch.frombuffer(sink.data, dtype=torch.uint8)[:size]
         blob = blob.to(like.device)
     return Resident(blob, name)

@@ -59,7 +59,8 @@ def encode_together(
 def _together_on_host(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
     threads, found = default_threads(), []
     plans = [window_plan.WindowPlan(it.view(torch.int16).numpy(), threads) for it in matrices]
-    blob = torch.empty(HEAD_BYTES + sum(it.nbytes for it in plans), dtype=torch.uint8)
+    size = HEAD_BYTES + sum(it.nbytes for it in plans)
+    blob = torch.empty(size, dtype=torch.uint8, device="cpu")
     data, at = blob.numpy(), HEAD_BYTES
     data[:at] = head(len(plans), turned)
     for plan in plans:
