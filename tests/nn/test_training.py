@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -170,6 +171,43 @@ def test_selective_checkpointing(ops: list[str]) -> None:
         )
         made.square().sum().backward()
         found.append([made.detach(), x.grad])
+    assert_same_bits(found[1], found[0])
+
+
+class Halves(nn.Module):
+    """Has views of its own, which a policy keeps or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        left, right = self.up(x)[:, :32].tanh(), self.up(x)[:, 32:].view(-1, 32)
+        return x + self.down(torch.cat([left, right.t().sigmoid().t()], 1))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("again", [["tanh"], [], ["t", "slice", "sigmoid"], ["addmm", "mm"]], ids=str)
+def test_selective_checkpointing_that_keeps_views(again: list[str], frozen: bool) -> None:
+    """It keeps views of weights, too, and gives them in the second pass, in the order of the first."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        name = op._schema.name.removeprefix("aten::")
+        return CheckpointPolicy.PREFER_RECOMPUTE if name in again else CheckpointPolicy.MUST_SAVE
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Halves() for _ in range(3)).requires_grad_(not frozen)
+    packed, found = pack_module(copy.deepcopy(plain), min_bytes=0), []
+    for model in (plain, packed):
+        x = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()  # as large as the weights
+        y = x
+        for block in model:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            y = checkpoint(block, y, use_reentrant=False, context_fn=contexts)
+        y.square().sum().backward()
+        biases = [block.up.bias.grad for block in model]
+        found.append([y.detach(), x.grad, *(it for it in biases if it is not None)])
     assert_same_bits(found[1], found[0])
 
 

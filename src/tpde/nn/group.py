@@ -221,12 +221,11 @@ class Group:
             and (not is_grad_enabled() or saves(space))
         )
 
-    def at(self, address: int) -> GroupSlot | None:
-        """The slot whose place in the workspace holds an address."""
-        offset = address - self.workspace.start
+    def at(self, offset: int) -> tuple[GroupSlot, int] | None:
+        """The slot whose place in the buffer holds a byte, and the byte's offset in the weight."""
         for slot in self.whole:
             if slot.offset <= offset < slot.offset + slot.nbytes:
-                return slot
+                return slot, offset - slot.offset
         return None
 
     def __getstate__(self) -> dict[str, Any]:

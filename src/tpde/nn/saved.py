@@ -98,15 +98,13 @@ class Saver:
         """What autograd keeps in the place of a tensor."""
         space = self._space
         if tensor.device == space.device and tensor.layout is torch.strided:
-            address = tensor.data_ptr()
-            if space.start <= address < space.end and space.group is not None:
-                slot = space.group.at(address)
-                if slot is not None:
-                    offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    bits, active_delta = (tensor.is_conj(), tensor.is_neg()), slot.packed.active_delta
-                    name = None if active_delta is None else active_delta.now()
-                    where = tensor.dtype, tensor.shape, tensor.stride(), offset
-                    return _Again(slot, *where, *bits, active_delta, name, slot.packed.updates)
+            found = space.whose(tensor)
+            if found is not None:
+                slot, begin = found
+                bits, active_delta = (tensor.is_conj(), tensor.is_neg()), slot.packed.active_delta
+                name = None if active_delta is None else active_delta.now()
+                where = tensor.dtype, tensor.shape, tensor.stride(), begin // tensor.dtype.itemsize
+                return _Again(slot, *where, *bits, active_delta, name, slot.packed.updates)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.

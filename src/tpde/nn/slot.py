@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
-from tpde.weights.frozen import as_weight, formatted
+from tpde.weights.frozen import as_weight, aside, formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import ALIGN
 from tpde.weights.user import User
@@ -204,7 +204,8 @@ class Slot(Generic[G]):
 
     def viewed(self, buffer: Tensor) -> Tensor:
         """The weight in a buffer of its group, of bytes, which says of gradients what the plain one says."""
-        flat = buffer[self.offset : self.offset + self.nbytes]
+        with aside():
+            flat = buffer[self.offset : self.offset + self.nbytes]
         return as_weight(flat, self.dtype, self.shape, self.parameter.plain_requires_grad)
 
     def __getstate__(self) -> dict[str, Any]:

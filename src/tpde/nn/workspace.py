@@ -7,10 +7,11 @@ import sys
 import threading
 import weakref
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpde.memory.device_memory import allocate
 from tpde.nn.slot import ALIGN, Slot
@@ -32,8 +33,16 @@ class Occupant(Protocol):
 
     name: str
 
-    def at(self, address: int) -> Slot[Any] | None:
-        """The slot whose place in the workspace holds an address."""
+    def at(self, offset: int) -> tuple[Slot[Any], int] | None:
+        """The slot whose place in the buffer holds a byte, and the byte's offset in the weight."""
+
+
+class _Left(NamedTuple):
+    """A buffer that was left to whoever has kept a weight in it."""
+
+    storage: StorageWeakRef
+    start: int
+    group: weakref.ref[Occupant]
 
 
 class Workspace:
@@ -81,6 +90,7 @@ class Workspace:
         self._known = 0  # how many tensors of ours are in it
         self._viewed: set[Slot[Any]] = set()
         self._told = False  # that weights are kept
+        self._left: list[_Left] = []
         self._waited_for = False  # by a thread that waits for another, which was told
         self.made = 0  # buffers so far
         self.beside: set[int] = set()
@@ -190,7 +200,27 @@ class Workspace:
                 "is kept, too; keep `weight.clone()` instead",
                 self.group.name if self.group is not None else "a packed model",
             )
+        if self.group is not None:
+            storage = StorageWeakRef(self._storage)  # type: ignore[no-untyped-call]
+            alive = [it for it in self._left if not it.storage.expired()]  # type: ignore[no-untyped-call]
+            self._left = [*alive, _Left(storage, self.start, weakref.ref(self.group))]
         self._drop()
+
+    def whose(self, tensor: Tensor) -> tuple[Slot[Any], int] | None:
+        """The weight that a tensor is a view of, and at which of its bytes it begins.
+
+        Of the open scope's weights, or of those that somebody has kept, such as selective checkpointing: in
+        the second pass it gives the views of the first one.
+        """
+        address = tensor.data_ptr()
+        if self.start <= address < self.end and self.group is not None:
+            return self.group.at(address - self.start)
+        if self._left:
+            storage = tensor.untyped_storage()._cdata
+            for it in self._left:
+                if it.storage.cdata == storage and (group := it.group()) is not None:
+                    return group.at(address - it.start)
+        return None
 
     def release(self) -> int:
         """Give the buffer up for one that compiled code or the backward pass needs for a moment.

@@ -9,10 +9,23 @@ gradient, and autograd finds no edge to follow.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Call operators that are not the model's.
+
+    Weights have views once, not in each pass: selective checkpointing, which counts what a mode sees, would
+    take others' results for theirs in the second one.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
@@ -38,7 +51,7 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
     >>> weight.grad is None
     True
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with aside():
         weight = flat.view(dtype).view(shape)
         if not requires_grad:
             return weight
@@ -53,7 +66,7 @@ def formatted(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     """A contiguous weight in a memory format, in memory of its own if that is another; see `as_weight`."""
     if memory_format is CONTIGUOUS:
         return weight
-    with torch.inference_mode(False), torch.no_grad():
+    with aside():
         made = weight.to(memory_format=memory_format)
         if not weight.requires_grad:
             return made
