@@ -124,6 +124,35 @@ def test_weights_are_given_by_name_and_in_operators(weight: Any) -> None:
     assert_same_bits(ours.plain(), weight)
 
 
+def test_what_is_no_lookup_is_refused_as_of_the_plain_weight(weight: Any) -> None:
+    layer = torch.nn.Embedding.from_pretrained(weight, freeze=False)
+    ours = pack_module(copy.deepcopy(layer), min_bytes=0)
+    with pytest.raises(PackedWeight, match="`weight` is packed, and `embedding"):
+        functional.embedding(torch.tensor([[1, 5]]), ours.weight, max_norm=0.1)
+    with pytest.raises(PackedWeight, match="`weight` is packed, and `embedding_bag"):
+        functional.embedding_bag(torch.tensor([[1, 5]]), ours.weight, max_norm=0.1)
+    ids = torch.tensor([1, 5])
+    assert_same_bits(
+        functional.embedding_bag(ids, ours.weight, ids[:1] - 1, mode="sum"),
+        functional.embedding_bag(ids, layer.weight, ids[:1] - 1, mode="sum"),
+    )
+    for work in (
+        lambda it: functional.embedding(ids, it.weight, padding_idx=len(weight)),
+        lambda it: functional.embedding(ids, it.weight, padding_idx=-len(weight) - 1),
+        lambda it: it([1, 5]),
+        lambda it: it(None),
+        lambda it: functional.embedding(None, it.weight),
+    ):
+        with pytest.raises((AssertionError, TypeError)) as expected:
+            work(layer)
+        with pytest.raises(expected.type) as found:
+            work(ours)
+        assert str(found.value) == str(expected.value)
+    assert_same_bits(
+        functional.embedding(ids, ours.weight, padding_idx=-1), functional.embedding(ids, layer.weight)
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -51,6 +51,7 @@ class PackedEmbedding(nn.Embedding):
             return super().forward(input)
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        if self._parameters.get("weight") is not slot.parameter or transformed():
+        held = self._parameters.get("weight")
+        if held is not slot.parameter or transformed() or not isinstance(input, Tensor):
             return super().forward(input)
         return slot.rows(input)

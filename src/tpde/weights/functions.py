@@ -173,16 +173,26 @@ def _embedding(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Rows, as looked up: the others are not decoded."""
+    """Rows, as looked up: the others are not decoded. What is no lookup PyTorch refuses, in its own words."""
+    if isinstance(weight, Packed) and max_norm is not None:
+        raise refuse_change(weight.packed.name, "embedding(max_norm=...)")
     if (
-        isinstance(weight, Packed)
-        and max_norm is None
+        isinstance(input, Tensor)
+        and isinstance(weight, Packed)
         and len(weight.packed.parts) == 1
         and len(weight.packed.shape) == 2
+        and (padding_idx is None or -len(weight) <= padding_idx < len(weight))
         and not transformed()
     ):
         return weight.rows(input)
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
+
+
+def _embedding_bag(func: Function[object], input: Tensor, weight: Tensor, **options: object) -> object:
+    """Sums of rows, but for what normalizes these in the weight."""
+    if isinstance(weight, Packed) and options.get("max_norm") is not None:
+        raise refuse_change(weight.packed.name, "embedding_bag(max_norm=...)")
+    return _compute(func, (input, weight), options)
 
 
 def _linear(func: Function[object], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
@@ -279,6 +289,7 @@ _SPECIAL = cast(
     dict[object, Function[object]],
     {
         functional.embedding: _embedding,
+        functional.embedding_bag: _embedding_bag,
         functional.linear: _linear,
         _T.detach: _detach,
         torch.detach: _detach,
@@ -318,6 +329,7 @@ _SPECIAL = cast(
 
 _OTHERS_FIRST: set[object] = {
     functional.embedding,
+    functional.embedding_bag,
     functional.linear,
     _T.copy_,
 }  # whose first argument may be another tensor
