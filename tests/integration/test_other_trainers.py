@@ -140,6 +140,26 @@ def test_accelerate_loads_its_own_folders_too(tmp_path: Path) -> None:
     assert equal(dict(model.state_dict()), saved)
 
 
+def test_accelerate_refuses_a_folder_that_was_saved_again_without_the_store(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="these are its hooks")
+    accelerator, model, _, steps = _accelerated(tmp_path)
+    saved = {name: it.clone() for name, it in model.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "one"))
+    accelerator.save_model(model, str(tmp_path / "one"))  # an export beside it is no state
+    accelerator.load_state(str(tmp_path / "one"))
+    plain = accelerate.Accelerator(cpu=True)
+    plain.prepare(torch.nn.Linear(3, 3))
+    plain.save_state(str(tmp_path / "one"))
+    with pytest.raises(InvalidInput, match=r"model\.safetensors` is newer than `tpde\.json` beside it"):
+        accelerator.load_state(str(tmp_path / "one"))
+    (tmp_path / "one" / LINK).unlink()
+    plain.load_state(str(tmp_path / "one"))
+    accelerator.save_state(str(tmp_path / "one"))
+    accelerator.load_state(str(tmp_path / "one"))
+    assert equal(dict(model.state_dict()), saved)
+    steps.store.close()
+
+
 def test_accelerate_names_models_that_were_not_saved(tmp_path: Path) -> None:
     accelerator, _, _, steps = _accelerated(tmp_path)
     accelerator.save_state(str(tmp_path / "one"))

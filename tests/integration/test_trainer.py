@@ -212,6 +212,20 @@ def test_plain_checkpoints_are_resumed_too(plain: Any, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-12" / LINK).exists()
 
 
+def test_a_checkpoint_that_was_saved_again_without_the_store_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=2).train()
+    trainer(tmp_path, steps=2, kind=Trainer).train()
+    again, place = trainer(tmp_path, steps=4), tmp_path / "checkpoint-2"
+    with pytest.raises(InvalidInput, match=r"optimizer\.pt` is newer than `tpde\.json` beside it"):
+        again.train(resume_from_checkpoint=str(place))
+    (place / LINK).unlink()
+    again.train(resume_from_checkpoint=str(place))
+    assert sorted(losses(again)) == [1, 2, 3, 4]
+    trainer(tmp_path, steps=2).train()  # over the files, which stay
+    assert (place / "optimizer.pt").exists()
+    trainer(tmp_path, steps=4).train(resume_from_checkpoint=str(place))
+
+
 def test_models_that_users_save_are_files(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=2)
     made.train()

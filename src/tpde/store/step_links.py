@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,3 +72,29 @@ def read_link(path: Path) -> StepLink:
             f"`{path}` does not name a step", hint="take another checkpoint", where=os.fspath(path)
         )
     return StepLink(step, state_id)
+
+
+def refuse_overwritten(link: Path, files: Iterable[Path]) -> None:
+    """Refuse a link beside files by which its checkpoint was saved again, without the store.
+
+    Parameters
+    ----------
+    link : Path
+        The link.
+    files : iterable of Path
+        What is written only where there is no store. They need not be there.
+
+    Raises
+    ------
+    InvalidInput
+        If one is newer than the link.
+    """
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_mtime_ns > link.stat().st_mtime_ns:
+                raise InvalidInput(
+                    f"`{file}` is newer than `{link.name}` beside it: the checkpoint was saved again, "
+                    "without the store",
+                    hint=f"remove `{link.name}` to load the files, or `{file.name}` to load what is stored",
+                    where=os.fspath(link),
+                )

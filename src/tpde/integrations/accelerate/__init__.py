@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpde.errors import InvalidInput
 from tpde.io.paths import anchored, given_path
 from tpde.store.linked import LinkedSteps, links_below, load_linked
-from tpde.store.step_links import LINK
+from tpde.store.step_links import LINK, refuse_overwritten
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,6 +71,7 @@ def store_checkpoints(
         link = Path(input_dir) / LINK
         if not link.is_file():
             return
+        refuse_overwritten(link, _saved_weights(link.parent))
         for at, model in enumerate(models):
             state = load_linked(place, link, part=str(at))
             if state is None:
@@ -85,3 +86,14 @@ def store_checkpoints(
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return steps
+
+
+def _saved_weights(folder: Path) -> list[Path]:
+    """The weight files that `save_state` wrote into a folder, which has no random numbers before them.
+
+    Those that `save_model` added later say nothing: they may be of the state that is stored.
+    """
+    names = "model*.safetensors", "pytorch_model*.bin"
+    ends = [it.stat().st_mtime_ns for it in folder.glob("random_states_*.pkl")]
+    found = [it for name in names for it in sorted(folder.glob(name))]
+    return [it for it in found if ends and it.stat().st_mtime_ns <= max(ends)]

@@ -12,7 +12,7 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.io.paths import anchored
 from tpde.store.linked import STORE, LinkedSteps, load_linked
-from tpde.store.step_links import LINK
+from tpde.store.step_links import LINK, refuse_overwritten
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -20,6 +20,7 @@ else:
     _Base = object
 
 _MODEL, _OPTIMIZER, _SCHEDULER, _SCALER, _RANDOM = "model", "optimizer", "scheduler", "scaler", "random"
+_ORDINARY = "optimizer.pt"  # of a checkpoint that is files; callbacks may write a model's into any
 
 
 class StoredCheckpoints(_Base):
@@ -156,6 +157,7 @@ class StoredCheckpoints(_Base):
         folder = Path(checkpoint) if checkpoint is not None else None
         if folder is None or not (folder / LINK).is_file():
             return None
+        refuse_overwritten(folder / LINK, [folder / _ORDINARY])
         if self._tpde_steps is not None:
             self._tpde_steps.store.wait()
         return load_linked(folder.parent / STORE, folder / LINK, part=part)
