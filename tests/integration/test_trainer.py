@@ -226,6 +226,16 @@ def test_a_checkpoint_that_was_saved_again_without_the_store_is_refused(tmp_path
     trainer(tmp_path, steps=4).train(resume_from_checkpoint=str(place))
 
 
+def test_a_checkpoint_is_resumed_from_within(
+    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path).train()
+    again = trainer(tmp_path)
+    monkeypatch.chdir(tmp_path / "checkpoint-6")
+    again.train(resume_from_checkpoint=".")
+    assert losses(again) == plain[0]
+
+
 def test_models_that_users_save_are_files(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=2)
     made.train()

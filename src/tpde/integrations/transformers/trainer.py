@@ -154,7 +154,7 @@ class StoredCheckpoints(_Base):
 
     def _tpde_part(self, checkpoint: str | None, part: str) -> Any:
         """A part of a checkpoint, or None if it has none, or is not in a store."""
-        folder = Path(checkpoint) if checkpoint is not None else None
+        folder = anchored(Path(checkpoint)) if checkpoint is not None else None
         if folder is None or not (folder / LINK).is_file():
             return None
         refuse_overwritten(folder / LINK, [folder / _ORDINARY])
