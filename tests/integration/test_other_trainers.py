@@ -344,6 +344,22 @@ def test_ordinary_checkpoints_are_loaded_as_lightning_loads_them(
             made.load_checkpoint(tmp_path / "x.ckpt", **options)
 
 
+def test_lightning_writes_no_folders_that_are_called_as_a_url(
+    lightning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    monkeypatch.chdir(tmp_path)
+    made = StoredCheckpointIO()
+    for call in (lambda it: made.save_checkpoint({"x": 1}, it), made.remove_checkpoint):
+        for url in ("s3://bucket/run/a.ckpt", "file:///run/a.ckpt"):
+            with pytest.raises(InvalidInput, match="is a URL, and a path is needed"):
+                call(url)
+    assert not list(tmp_path.iterdir())
+    torch.save({"x": 1}, tmp_path / "a.ckpt")  # an ordinary one, which Lightning reads from anywhere
+    assert made.load_checkpoint(f"file://{tmp_path}/a.ckpt") == {"x": 1}
+
+
 def test_lightning_takes_no_storage_options(lightning: Any, tmp_path: Path) -> None:
     from tpde.integrations.lightning import StoredCheckpointIO
 

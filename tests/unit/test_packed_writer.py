@@ -218,14 +218,28 @@ def test_the_current_folder_may_change(ends: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "path",
-    [None, b"x", 3, io.BytesIO(), "", "a\0b", Path("a\0b"), "x" * 300, "\ud800"],
-    ids=["none", "bytes", "number", "file", "empty", "zero", "path with a zero", "long", "half a character"],
+    [None, b"x", 3, io.BytesIO(), "", "a\0b", Path("a\0b"), "x" * 300, "\ud800", "s3://a/b"],
+    ids=[
+        "none",
+        "bytes",
+        "number",
+        "file",
+        "empty",
+        "zero",
+        "path with a zero",
+        "long",
+        "half a character",
+        "url",
+    ],
 )
 def test_what_is_no_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = "a path is needed, and a .* is given; pass a text|the path .* can name nothing"
+    words = (
+        "a path is needed, and a .* is given; pass a text|the path .* can name nothing|`s3://a/b` is a URL"
+    )
     calls: list[Callable[[], Any]] = [
         lambda: tpde.CheckpointStore(path),
+        lambda: tpde.CheckpointStore("none").export(1, path),
         lambda: tpde.PackedWriter(path, {"weight": WEIGHT}),
         lambda: tpde.torch.save_file({"weight": WEIGHT}, path),
         lambda: tpde.numpy.save_file({"bits": BITS}, path),

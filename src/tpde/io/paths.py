@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from tpde.errors import InvalidArgument
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def given_path(path: object) -> Path:
@@ -15,7 +18,7 @@ def given_path(path: object) -> Path:
     Raises
     ------
     InvalidArgument
-        If it is none, or can name nothing.
+        If it is none, or can name nothing, or is a URL, which would name folders of the current one.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -34,7 +37,19 @@ def given_path(path: object) -> Path:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise _nameless(text, error.strerror) from None
+        if is_url(text):
+            raise InvalidArgument(
+                f"`{text}` is a URL, and a path is needed",
+                hint="name a file or a folder of this machine",
+                where="path",
+                found=text,
+            ) from None
     return Path(text)
+
+
+def is_url(text: object) -> bool:
+    """Whether a text is a URL, such as `s3://bucket/run`."""
+    return isinstance(text, str) and _URL.match(text) is not None
 
 
 def _nameless(text: str, why: object) -> InvalidArgument:

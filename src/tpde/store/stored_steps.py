@@ -13,6 +13,7 @@ from tpde.files.problem import Problem
 from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.target_device import target_device
 from tpde.format.delta_head import TensorEntry
+from tpde.io.paths import given_path
 from tpde.store.arguments import step_number
 from tpde.store.chain import close_links, name_of, open_links, open_step, state_of, steps_in
 from tpde.store.export import export_state
@@ -200,11 +201,12 @@ class StoredSteps:
         DestinationExists, InvalidDestination
             If the folder cannot be made.
         """
+        folder = given_path(directory)
         self.wait()
         links = open_links(self.directory, step_number(step))
         state = state_of(links)
         try:
             tree = parse_tree(links[0].tree, links[0].file.name)
-            export_state(step, tree, state, Path(directory), force, self._threads)
+            export_state(step, tree, state, folder, force, self._threads)
         finally:
             state.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpde.errors import InvalidInput, MissingDependency
-from tpde.io.paths import anchored
+from tpde.io.paths import anchored, given_path, is_url
 from tpde.store.linked import STORE, LinkedSteps, load_linked
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ class StoredCheckpointIO(_Base):
         Raises
         ------
         InvalidInput
-            If it holds something that a store does not take, naming where; if there are storage options.
+            If it holds something that a store does not take, naming where; if there are storage options; if
+            the path is a URL.
         TpdeError, OSError
             As for `CheckpointStore.save`.
         """
         if storage_options is not None:
             raise InvalidInput("a store takes no `storage_options`", hint="leave them out")
-        link = anchored(Path(path))
+        link = anchored(given_path(path))
         self._steps(link).save(link, checkpoint, int(checkpoint.get("global_step", 0)))
 
     def load_checkpoint(
@@ -103,7 +104,7 @@ class StoredCheckpointIO(_Base):
         link = anchored(Path(path))
         if link.parent in self._folders:
             self._folders[link.parent].store.wait()
-        if _is_ordinary(link):
+        if is_url(path) or _is_ordinary(link):
             given = {"map_location": map_location, "weights_only": weights_only}
             options = {name: it for name, it in given.items() if it is not None}
             ordinary: dict[str, Any] = _Ordinary().load_checkpoint(path, **options)
@@ -114,7 +115,7 @@ class StoredCheckpointIO(_Base):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, and what no other stands on."""
-        link = anchored(Path(path))
+        link = anchored(given_path(path))
         link.unlink(missing_ok=True)
         self._steps(link).forget()
 
