@@ -231,7 +231,8 @@ def load_model(
     Parameters
     ----------
     model : torch.nn.Module
-        Its parameters and buffers get the file's bits. Packed ones must have them already.
+        Its parameters and buffers get the file's bits, cast where they have another dtype than the file.
+        Packed ones must have them already.
     filename : path-like
         The file.
     strict : bool
@@ -253,7 +254,8 @@ def load_model(
     Raises
     ------
     InvalidInput
-        If `strict`, and there are any of them; or if shapes differ. Nothing is loaded then.
+        If `strict`, and there are any of them; if shapes differ; or if a tensor of the model is on the `meta`
+        device, where there is no memory. Nothing is loaded then.
     PackedWeight
         If a packed weight has other bits: nothing is loaded then.
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
@@ -262,7 +264,14 @@ def load_model(
         If the device is none, or not there.
     """
     require_module(model, "load_model")
-    own, state = model.state_dict(), load_file(filename, device, threads=threads, backend=backend)
+    own = model.state_dict()
+    if (empty := next((name for name, it in own.items() if it.is_meta), None)) is not None:
+        raise InvalidInput(
+            f"tensor `{empty}` of the model is on the `meta` device, where nothing can be loaded",
+            hint="call `model.to_empty(device=...)` first",
+            where=empty,
+        )
+    state = load_file(filename, device, threads=threads, backend=backend)
     there = {_identity(own[name]) for name in state if name in own}
     missing = {name for name in own if name not in state and _identity(own[name]) not in there}
     unexpected = [name for name in state if name not in own]

@@ -74,6 +74,19 @@ def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
     assert _bits(wider) == before, "nothing of it was loaded"
 
 
+def test_models_without_memory_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    tpde.torch.save_model(model, tmp_path / "x")
+    with torch.device("meta"):
+        other = torch.nn.Linear(4, 4)
+    for strict in (True, False):
+        with pytest.raises(InvalidInput, match="`weight` of the model is on the `meta` device"):
+            tpde.torch.load_model(other, tmp_path / "x", strict)
+    other.to_empty(device="cpu")
+    assert tpde.torch.load_model(other, tmp_path / "x") == (set(), [])
+    assert _bits(other) == _bits(model)
+
+
 def test_tied_tensors_with_names_that_metadata_may_not_have_are_saved(tmp_path: Path) -> None:
     model, other = (
         torch.nn.ModuleDict({it: torch.nn.Linear(9, 9) for it in ("embed", "tpde", "tpdes")})
