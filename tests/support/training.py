@@ -35,6 +35,12 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def small_network() -> torch.nn.Module:
+    """One that draws random numbers as it runs."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4))
+
+
 def write_step(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
     """A file of a step."""
     sink = FileSink(folder / name_of(step))
