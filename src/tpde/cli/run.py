@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import ExitStack
@@ -304,7 +305,7 @@ def _embed(
         "pooling": recipe.pooling,
         "normalized": recipe.normalize,
         "dimensions": vectors.shape[1],
-        "embeddings": rows,
+        "embeddings": [[it if math.isfinite(it) else None for it in row] for row in rows],
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
