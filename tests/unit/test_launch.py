@@ -101,7 +101,7 @@ def test_reports_that_nobody_waits_for_are_in_locked_memory(monkeypatch: pytest.
     made: list[Any] = []
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append((args, kwargs)))
     launches.locked_reports(3)
-    assert made == [(((3, 4),), {"dtype": torch.int32, "pin_memory": True})]
+    assert made == [(((3, 4),), {"dtype": torch.int32, "device": "cpu", "pin_memory": True})]
 
 
 def test_what_is_put_on_a_device_has_an_address() -> None:

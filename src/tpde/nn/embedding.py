@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.nn.group import GroupSlot
-from tpde.weights.transforms import transformed
+from tpde.weights.transforms import refuse_trace, transformed
 
 
 def unpatched(kind: type[nn.Module]) -> Any:
@@ -51,6 +51,7 @@ class PackedEmbedding(nn.Embedding):
             return super().forward(input)
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
+        refuse_trace(slot.packed.name)  # a tracer gives ids that are no tensor
         held = self._parameters.get("weight")
         if held is not slot.parameter or transformed() or not isinstance(input, Tensor):
             return super().forward(input)
