@@ -13,8 +13,9 @@ import pytest
 from support.models import VOCAB, assert_same_bits, inputs, make, torch
 from torch import nn
 
+import tpde
 from tpde.errors import PackedWeight
-from tpde.nn import PackedModule, PackedParameter, pack_module
+from tpde.nn import PackedModule, PackedParameter, add_deltas, pack_module
 
 # Theirs: of each other's names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*adapter.*:UserWarning")
@@ -184,6 +185,41 @@ class Halves(nn.Module):
     def forward(self, x: Any) -> Any:
         left, right = self.up(x)[:, :32].tanh(), self.up(x)[:, 32:].view(-1, 32)
         return x + self.down(torch.cat([left, right.t().sigmoid().t()], 1))
+
+
+class Keeps(nn.Module):
+    """Multiplies by a weight that it kept in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.kept = nn.Linear(64, 64, bias=False), list[Any]()
+
+    def forward(self, x: Any) -> Any:
+        y = self.up(x)
+        if self.kept:
+            return y.tanh() @ self.kept[0]
+        self.kept.append(self.up.weight.detach().view(64, 64))
+        return y
+
+
+@pytest.mark.parametrize("since", ["nothing", "it was written to", "another delta is used"])
+def test_what_was_kept_of_a_weight_is_saved_as_it_is(since: str) -> None:
+    """The backward pass has what the forward one multiplied by, not the weight as it is now."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Keeps()).requires_grad_(False)
+    tuned = copy.deepcopy(plain)
+    tuned[0].up.weight.mul_(2)
+    model = pack_module(copy.deepcopy(plain), min_bytes=0)
+    add_deltas(model, {"tuned": tpde.make_delta(plain, tuned)})
+    x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    model(x)
+    if since == "it was written to":
+        model[0].kept[0].mul_(3)
+    if since == "another delta is used":
+        model.use("tuned")
+    kept, up = model[0].kept[0].clone(), (tuned if since == "another delta is used" else plain)[0].up
+    needed = torch.autograd.grad((up(x).tanh() @ kept).sum(), x)
+    assert_same_bits(torch.autograd.grad(model(x).sum(), x), needed)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

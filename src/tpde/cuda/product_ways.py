@@ -26,9 +26,9 @@ _SHARED_X = 16 << 10
 # does not stay in shared memory, how many stripes a warp takes beside each other, how many chunks of x are
 # there at a time, and how many turns' partial sums; and the compute capability that it is made for.
 _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
-# But with one chunk a part, and fewer stripes than that, 32 rows take eight warps first: then more clusters
-# have a turn. By 12 and by 8 warps 2048 x 2048 words took an H200 5.7 and 5.5 us, 3072 x 2048 7.0 and 6.7,
-# 5120 x 2048 8.65 and 8.71; with more chunks 2048 x 8192 11.5 and 14.1, 4096 x 4096 11.1 and 11.8.
+# But with one chunk a part, and fewer stripes than that, 32 rows take eight warps first. By 12 and by 8 warps
+# 2048 x 2048 words took an H200 5.7 and 5.5 us (by hand), 3072 x 2048 7.0 and 6.7, 5120 x 2048 8.65 and 8.71;
+# with more chunks 2048 x 8192 11.5 and 14.1, 4096 x 4096 11.1 and 11.8.
 _FEW_STRIPES = 256
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)

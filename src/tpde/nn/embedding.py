@@ -51,8 +51,9 @@ class PackedEmbedding(nn.Embedding):
             return super().forward(input)
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        refuse_trace(slot.packed.name)  # a tracer gives ids that are no tensor
-        held = self._parameters.get("weight")
-        if held is not slot.parameter or transformed() or not isinstance(input, Tensor):
+        if not isinstance(input, Tensor):
+            refuse_trace(slot.packed.name)
+            return super().forward(input)
+        if self._parameters.get("weight") is not slot.parameter or transformed():
             return super().forward(input)
         return slot.rows(input)

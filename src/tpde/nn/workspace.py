@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tpde.errors import TpdeError
 from tpde.memory.device_memory import allocate
 from tpde.nn.slot import ALIGN, Slot
 from tpde.nn.waiting import acquire
@@ -38,11 +40,18 @@ class Occupant(Protocol):
 
 
 class _Left(NamedTuple):
-    """A buffer that was left to whoever has kept a weight in it."""
+    """A buffer that was left to whoever has kept a weight in it, and what weights were decoded to it."""
 
     storage: StorageWeakRef
     start: int
     group: weakref.ref[Occupant]
+    states: dict[int, tuple[int, str | None]]  # by ids of slots, which the group keeps
+
+
+def _state(slot: Slot[Any]) -> tuple[int, str | None]:
+    """What a weight is decoded to: updates until then, and the name that it goes by."""
+    active_delta = slot.packed.active_delta
+    return slot.packed.updates, None if active_delta is None else active_delta.now()
 
 
 class Workspace:
@@ -203,23 +212,30 @@ class Workspace:
         if self.group is not None:
             storage = StorageWeakRef(self._storage)  # type: ignore[no-untyped-call]
             alive = [it for it in self._left if not it.storage.expired()]  # type: ignore[no-untyped-call]
-            self._left = [*alive, _Left(storage, self.start, weakref.ref(self.group))]
+            states = dict[int, tuple[int, str | None]]()
+            with contextlib.suppress(TpdeError):  # each row of a batch goes by a name of its own
+                states = {id(slot): _state(slot) for slot in self._viewed if slot.group is self.group}
+            self._left = [*alive, _Left(storage, self.start, weakref.ref(self.group), states)]
         self._drop()
 
     def whose(self, tensor: Tensor) -> tuple[Slot[Any], int] | None:
         """The weight that a tensor is a view of, and at which of its bytes it begins.
 
         Of the open scope's weights, or of those that somebody has kept, such as selective checkpointing: in
-        the second pass it gives the views of the first one.
+        the second pass it gives the views of the first one. What was written to since, or is a weight of
+        before an update, is a tensor like others.
         """
         address = tensor.data_ptr()
         if self.start <= address < self.end and self.group is not None:
             return self.group.at(address - self.start)
-        if self._left:
+        if self._left and not tensor._version:
             storage = tensor.untyped_storage()._cdata
             for it in self._left:
                 if it.storage.cdata == storage and (group := it.group()) is not None:
-                    return group.at(address - it.start)
+                    found = group.at(address - it.start)
+                    then = None if found is None else it.states.get(id(found[0]))
+                    if found is not None and then is not None and then == _state(found[0]):
+                        return found
         return None
 
     def release(self) -> int:

@@ -89,9 +89,9 @@ def store_checkpoints(
 
 
 def _saved_weights(folder: Path) -> list[Path]:
-    """The weight files that `save_state` wrote into a folder, which has no random numbers before them.
+    """The weight files that `save_state` wrote into a folder: it writes random numbers after them.
 
-    Those that `save_model` added later say nothing: they may be of the state that is stored.
+    Newer ones are `save_model`'s, and say nothing: they may be of the state that is stored.
     """
     names = "model*.safetensors", "pytorch_model*.bin"
     ends = [it.stat().st_mtime_ns for it in folder.glob("random_states_*.pkl")]
