@@ -20,6 +20,7 @@ from benchmarks.generate.work import TPDE
 from benchmarks.harness import tuned
 from benchmarks.harness.gpu import device, need_cuda
 from benchmarks.harness.machine import gpu
+from benchmarks.harness.page_cache import warm
 from benchmarks.harness.processes import Failed, call
 from benchmarks.harness.report import Page, gib, note
 
@@ -214,8 +215,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
                 raise SystemExit(f"error: the model could not be made: {made['problem']}")
             facts.write_text(json.dumps(made))
         files = {"plain": stored(plain), "packed": stored(packed)}
-        for path in (*plain.glob("*.safetensors"), *packed.glob("*.safetensors")):
-            warm(path)
+        for folder in (plain, packed):
+            warm(folder)
         results: dict[str, Found] = {}
         for mode in options.modes:
             if mode in (*TPDE, "pack_module"):  # compiles kernels, which are kept on disk
@@ -250,10 +251,3 @@ def run(options: argparse.Namespace, page: Page) -> None:
     ours = [results[mode] for mode in options.modes if mode in ("plain", *TPDE, "pack_module")]
     page.judge(not problem and not any("problem" in key for found in ours for key in found), "all ran")
     page.data = {"made": made, "files": files, "results": results, "turns": turns}
-
-
-def warm(path: Path) -> None:
-    """Read a file, so that the page cache has it."""
-    with path.open("rb") as file:
-        while file.read(1 << 24):
-            pass

@@ -3,8 +3,9 @@
 A model of random bf16 weights with a trained one's statistics is written to a folder; nothing is downloaded.
 Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.26 and
 0.32 are tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed
-files; `--layers 4` makes less of it. A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU
-build. `--beside 2` runs two ways at a time on two GPUs of one kind.
+files; `--layers 4` makes less of it. A model's files are read before each start, so that the page cache has
+them. A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. `--beside 2` runs two ways
+at a time on two GPUs of one kind.
 
 `--latency` runs vLLM's `bench latency` instead: it starts an engine for each number of requests at a time.
 With `--offline` there is no server: requests of random tokens go to vLLM's engine in a process, in batches.
@@ -38,6 +39,7 @@ from pathlib import Path
 
 from benchmarks.harness import machine, processes, tuned
 from benchmarks.harness.gpu import device
+from benchmarks.harness.page_cache import warm
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.texts import Text
 from benchmarks.serve.commands import Latency
@@ -227,6 +229,7 @@ def served(
     if options.compare:
         given += ["--compilation-config", json.dumps(COMPARING)]
         environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # batches begin when all is asked
+    warm(model)
     with contextlib.ExitStack() as running:
 
         def start(number: int) -> Server | Engine | Latency:
@@ -239,6 +242,7 @@ def served(
         found = measure(way, servers, model, options)
     if options.again:
         note(f"{way}: starts again")
+        warm(model)
         with contextlib.closing(kind(model, given, log.with_suffix(".again.log"), environment)) as server:
             found["again"] = _loading(server)
     return found
