@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.delta_files import NEW, OLD, weight_folder
 from support.states import content, folders
 
 from tpde.errors import Corrupt, InvalidInput, MissingBase
+from tpde.files.operations import pack
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile
 from tpde.store.diffing import diff
@@ -25,6 +27,33 @@ def test_a_link_counts_as_the_file_that_it_leads_to(tmp_path: Path) -> None:
     patch(base, tmp_path / "delta", tmp_path / "out")
     assert (tmp_path / "out" / "link.txt").read_text() == "text"
     assert content(tmp_path / "out") == content(target)
+
+
+def test_a_link_in_a_packed_directory_counts_as_what_the_source_had(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    for folder, text in ((base, "{}"), (target, '{"a": 1}')):
+        (folder / "config.json").write_text(text)
+        (folder / "settings").symlink_to("config.json")
+        shutil.copy(min(folder.glob("*.safetensors")), folder / "a.safetensors")
+        (folder / "weights").symlink_to("a.safetensors")
+        pack(folder, tmp_path / f"{folder.name}-packed")
+    for old in (base, tmp_path / "base-packed"):
+        for new in (target, tmp_path / "target-packed"):
+            diff(old, new, tmp_path / "delta", force=True)
+            for start in (base, tmp_path / "base-packed"):
+                assert not verify_delta(tmp_path / "delta", base=start)
+                patch(start, tmp_path / "delta", tmp_path / "out", force=True)
+                assert content(tmp_path / "out") == content(target)
+
+
+@pytest.mark.parametrize("link", [".", "nowhere"])
+def test_a_link_to_no_file_in_a_packed_directory_is_refused_by_name(tmp_path: Path, link: str) -> None:
+    base, target = folders(tmp_path)
+    (target / "link").symlink_to(link)
+    pack(target, tmp_path / "packed")
+    for old, new in ((base, tmp_path / "packed"), (tmp_path / "packed", base)):
+        with pytest.raises(InvalidInput, match=r"cannot hold `link`.*a link to no file"):
+            diff(old, new, tmp_path / "delta")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

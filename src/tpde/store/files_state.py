@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.files.reader import PackedFile
 from tpde.files.tensor_reader import check_digest
-from tpde.files.walk import walk
+from tpde.files.walk import follow, walk
 from tpde.format.container import TensorSpec
 from tpde.format.container_reader import parse_header
 from tpde.store.states import Key
+
+_NO_FILE = "a link to no file"
 
 
 class FilesState:
@@ -45,14 +48,16 @@ class FilesState:
             raise
 
     def _directory(self, folder: Path) -> None:
-        files = read_manifest(folder).files if is_packed_directory(folder) else _files_of(folder)
-        for name, info in files.items():
+        files = _packed_files_of(folder) if is_packed_directory(folder) else _files_of(folder)
+        for name, (end, info) in files.items():
             if "original" in info:
                 self.others[name] = info["original"].encode
             elif name.endswith(SAFETENSORS):
-                self._weights(name, folder / name)
+                self._weights(name, folder / end)
+            elif end.endswith(SAFETENSORS):
+                self.others[name] = functools.partial(self._restored, end)
             else:
-                self.others[name] = (folder / name).read_bytes
+                self.others[name] = (folder / end).read_bytes
         if not self.headers:
             raise InvalidInput(
                 f"`{folder}` has no `*.safetensors` file", hint="name another directory", where=self.name
@@ -67,6 +72,12 @@ class FilesState:
         self.headers[name] = file.source_header() if file.is_packed else file.container.header
         container = parse_header(self.headers[name], f"`{file.source.name}`")
         self.specs.update({(name, tensor): spec for tensor, spec in container.specs.items()})
+
+    def _restored(self, name: str) -> bytes:
+        """The bytes of a plain safetensors file, for a link to it whose name is that of another file."""
+        header = self.headers[name]
+        tensors = [self.read((name, it), 1).data for it in parse_header(header, f"`{self.name}`").entries]
+        return b"".join((len(header).to_bytes(8, "little"), header, *tensors))
 
     def read(self, key: Key, threads: int) -> Bytes:
         """Read a tensor, and check its hash if it is packed."""
@@ -96,15 +107,34 @@ class FilesState:
             file.close()
 
 
-def _files_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
+def _packed_files_of(folder: Path) -> dict[str, tuple[str, Mapping[str, str]]]:
+    """The files of a packed directory, what each leads to, and what restores that.
+
+    What lies at a link is the packed file, which is not always what the link leads to in the source.
+    """
+    manifest = read_manifest(folder)
+    links, found = manifest.links(), dict[str, tuple[str, Mapping[str, str]]]()
+    for name in manifest.files:
+        end = follow(name, links)
+        if end is None or end not in manifest.files:
+            raise _refused(folder, name, _NO_FILE)
+        found[name] = end, manifest.files[end]
+    return found
+
+
+def _files_of(folder: Path) -> dict[str, tuple[str, Mapping[str, str]]]:
     """The files of a plain directory; a link counts as the file that it leads to."""
     tree = walk(folder)
     missing = [(it.name, it.reason) for it in tree.left_out if not it.expected]
-    missing += [(it, "a link to no file") for it in tree.links if not (folder / it).is_file()]
+    missing += [(it, _NO_FILE) for it in tree.links if not (folder / it).is_file()]
     for name, reason in missing:
-        raise InvalidInput(
-            f"a delta cannot hold `{name}` of `{folder}`: {reason}",
-            hint="take the delta of a directory without it",
-            where=name,
-        )
-    return {name: {} for name in sorted((*tree.files, *tree.links), key=lambda it: it.split("/"))}
+        raise _refused(folder, name, reason)
+    return {name: (name, {}) for name in sorted((*tree.files, *tree.links), key=lambda it: it.split("/"))}
+
+
+def _refused(folder: Path, name: str, reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"a delta cannot hold `{name}` of `{folder}`: {reason}",
+        hint="take the delta of a directory without it",
+        where=name,
+    )
