@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, size, table
+from tpde.errors import printable
 
 if TYPE_CHECKING:
     from tpde.store.delta_report import DeltaReport
@@ -94,6 +95,6 @@ def render(report: DeltaReport) -> str:
     if report.others:
         others = [(name, "same" if not stored else str(stored)) for name, stored in report.others]
         parts.append(table(("file", "stored"), others))
-    where = "an unknown place" if report.base is None else f"`{report.base}`"
+    where = "an unknown place" if report.base is None else f"`{printable(report.base)}`"
     parts.append(f"{summary(report)}; its base was at {where}")
     return "\n\n".join(parts)

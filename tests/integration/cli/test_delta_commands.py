@@ -60,6 +60,14 @@ def test_inspect_shows_what_changed(run: Run, tmp_path: Path) -> None:
     assert lines[-1].endswith("its base was at `base`")
 
 
+def test_where_a_base_was_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    base = base.rename(tmp_path / "a\x1b[31m\nb")
+    run("diff", base, target, tmp_path / "delta")
+    shown = run("inspect", tmp_path / "delta").out
+    assert shown.endswith("its base was at `a\\x1b[31m\\nb`\n")
+
+
 def test_damage_is_shown_by_tensor(run: Run, tmp_path: Path) -> None:
     base, target = files(tmp_path)
     run("diff", base, target, tmp_path / "delta")
