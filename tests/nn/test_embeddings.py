@@ -10,6 +10,7 @@ from support.models import assert_same_bits, torch
 from support.small import IDS
 from torch import nn
 
+from tpde.errors import PackedWeight
 from tpde.nn import PackedModule, PackedParameter, PackedTensor, finish, pack_module, packed_modules
 from tpde.nn.replace import prepare_rows
 
@@ -93,6 +94,16 @@ def test_values_for_a_moment_of_an_embedding() -> None:
         torch.func.functional_call(ours, state, (IDS,)), torch.func.functional_call(plain, state, (IDS,))
     )
     assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_a_norm_that_rows_are_limited_to_since_is_refused() -> None:
+    """The plain weight would be changed."""
+    table = pack_module(nn.Embedding(50, 64).bfloat16(), min_bytes=0)
+    table.max_norm = 0.5
+    with pytest.raises(PackedWeight, match="max_norm"):
+        table(IDS)
+    table.max_norm = None
+    table(IDS)
 
 
 def test_rows_are_prepared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

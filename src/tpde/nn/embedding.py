@@ -47,7 +47,7 @@ class PackedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Rows of the packed weight."""
         slot = self.tpde_slots["weight"]
-        if nn.Embedding.forward is not _FORWARD:  # patched, maybe since
+        if nn.Embedding.forward is not _FORWARD or self.max_norm is not None:  # patched, or set, maybe since
             return super().forward(input)
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
