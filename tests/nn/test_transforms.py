@@ -90,6 +90,24 @@ def test_a_transform_within_a_block() -> None:
     assert_same_bits(given[1].grad, given[0].grad)
 
 
+@pytest.mark.parametrize("work", [lambda f, x: vmap(f)(x), lambda f, x: jvp(f, (x,), (x,))[1]])
+def test_a_transform_within_a_layer_outside_of_blocks(work: Any) -> None:
+    """Which reads its weight there first."""
+
+    class Within(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return work(lambda it: nn.functional.linear(it, self.weight).tanh(), x)
+
+    torch.manual_seed(0)
+    plain, ours = both(Within(64, 64))
+    given = [X.clone().requires_grad_() for _ in range(2)]
+    results = [model(x) for model, x in zip((plain, ours), given, strict=True)]
+    assert_same_bits(results[1], results[0])
+    for result in results:
+        result.square().sum().backward()
+    assert_same_bits(given[1].grad, given[0].grad)
+
+
 def test_refused_hooks_leave_the_workspace_to_others() -> None:
     plain, ours = both(nn.Linear(64, 64))
     with torch.autograd.graph.disable_saved_tensors_hooks("none"), pytest.raises(RuntimeError, match="none"):

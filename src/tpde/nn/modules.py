@@ -27,6 +27,7 @@ from tpde.nn.workspace import Pool
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.product import casts, linear
+from tpde.weights.transforms import untransformed
 
 _LINEAR_FORWARD = unpatched(nn.Linear)
 
@@ -155,7 +156,8 @@ class PackedModule(PackedState):
         if space is None and not group.beside:
             return slot.parameter
         here = space is not None and space.group is group
-        weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
+        with untransformed():
+            weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
         return lend(weight, slot.packed.name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
