@@ -194,6 +194,31 @@ def test_channels_last_of_volumes() -> None:
     assert same(packed(x), plain(x))
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(64, 32, 1), lambda: nn.Conv2d(512, 512, 3, groups=512)])
+def test_channels_last_where_a_size_is_1(make: Any, trained: bool, before: bool) -> None:
+    """Such weights are contiguous as well, and PyTorch chooses kernels by their strides."""
+    torch.manual_seed(0)
+    plain = make().bfloat16().requires_grad_(trained)
+    packed = copy.deepcopy(plain)
+    for model in (plain, packed) if before else (plain,):
+        model.to(memory_format=torch.channels_last)
+    pack_module(packed, min_bytes=0)
+    if not before:
+        packed.to(memory_format=torch.channels_last)
+    assert isinstance(packed.weight, PackedParameter)
+    for model in (packed, unpack_module(copy.deepcopy(packed))):
+        assert model.weight.stride() == plain.weight.stride()
+        given = [torch.ones(2, plain.in_channels, 9, 9).bfloat16().requires_grad_() for _ in range(2)]
+        results = [it(x) for it, x in zip((plain, model), given, strict=True)]
+        assert results[1].stride() == results[0].stride()
+        assert same(results[1], results[0])
+        for result in results:
+            result.square().sum().backward()
+        assert same(given[1].grad, given[0].grad)
+
+
 def test_channels_last_compiled() -> None:
     torch.manual_seed(0)
     plain, packed = both(Convolutions())

@@ -26,7 +26,7 @@ from tpde.nn.replace import (
 )
 from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain
-from tpde.weights.frozen import formatted
+from tpde.weights.frozen import format_of, formatted
 from tpde.weights.pack_tensor import pack_tensors
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
@@ -167,7 +167,7 @@ def _replace(model: nn.Module, uses: Sequence[tuple[str, nn.Parameter]], packed:
     made: dict[int, PackedParameter] = {}  # by parameters: tied weights are one, or share memory
     for full, parameter in uses:
         if id(parameter) not in made:
-            made[id(parameter)] = PackedParameter(packed, parameter.requires_grad)
+            made[id(parameter)] = PackedParameter(packed, parameter.requires_grad, format_of(parameter))
         replace_parameter(model, full, made[id(parameter)])
 
 

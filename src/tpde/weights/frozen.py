@@ -60,6 +60,16 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
 
 
 CONTIGUOUS = torch.contiguous_format
+_OTHERS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by numbers of dimensions
+
+
+def format_of(weight: Tensor) -> torch.memory_format:
+    """The memory format of a plain weight: where a dimension is 1, it may be contiguous and have another."""
+    if (other := _OTHERS.get(weight.dim())) is None:
+        return CONTIGUOUS
+    like = torch.empty(weight.shape, device="meta")
+    strides = weight.stride()
+    return other if like.stride() != strides == like.to(memory_format=other).stride() else CONTIGUOUS
 
 
 def formatted(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -71,7 +81,7 @@ def formatted(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
         if not weight.requires_grad:
             return made
         leaf = made.requires_grad_(True)
-        return leaf.view_as(leaf)
+        return leaf.as_strided(leaf.shape, leaf.stride())  # `view_as` makes new strides where a size is 1
 
 
 class _Given(torch.autograd.Function):
