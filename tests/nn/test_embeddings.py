@@ -106,6 +106,20 @@ def test_a_norm_that_rows_are_limited_to_since_is_refused() -> None:
     table(IDS)
 
 
+def test_modes_see_the_lookup() -> None:
+    class Doubled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            return found * 2 if func is nn.functional.embedding else found
+
+    plain = nn.Embedding(50, 64).bfloat16()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    with Doubled():
+        assert_same_bits(ours(IDS), plain(IDS))
+    with torch.device("cpu"):
+        assert_same_bits(ours(IDS), plain(IDS))
+
+
 def test_rows_are_prepared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once where the blob is on its device; else when it is asked for, and it is there."""
     prepared: list[str] = []
