@@ -143,6 +143,31 @@ def test_weights_that_are_in_no_file(models: Models, tmp_path: Path, missing: st
             engine(model, **options)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "missing", "text"),
+    [
+        ("llama", "model.layers.1.self_attn.k_proj.weight", "qkv_proj`, and none for its part `k`"),
+        ("llama", "model.layers.0.mlp.up_proj.weight", "gate_up_proj`, and none for its part `1`"),
+        ("experts", "model.layers.1.mlp.experts.3.up_proj.weight", "w13_weight`, and none for 1 of 16 t"),
+        ("experts", "model.layers.1.mlp.experts.3.down_proj.weight", "w2_weight`, and none for 1 of 8 te"),
+    ],
+)
+def test_parts_of_merged_weights_that_are_in_no_file(
+    models: Models, tmp_path: Path, name: str, missing: str, text: str
+) -> None:
+    """Plain vLLM runs with what was in memory there."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(models[name], tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    del tensors[missing]
+    save_file(tensors, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    for model, options in ((tmp_path / "plain", TPDE), (packed(tmp_path / "plain"), {})):
+        with pytest.raises(InvalidInput, match=text):
+            engine(model, **options)
+
+
 @pytest.mark.parametrize("options", [TPDE, kernels("exact")], ids=["fused", "exact"])
 def test_embeddings_of_texts_by_a_model_with_a_head(models: Models, options: dict[str, Any]) -> None:
     """vLLM makes the head, and reads nothing into it."""

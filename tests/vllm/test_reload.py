@@ -11,7 +11,7 @@ from support.models import torch
 from support.vllm import close, engine, generate, generated, kernels, layers, save_llama
 
 import tpde
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.weights import windowing
 from tpde.weights.windowed import Windowed
 
@@ -134,3 +134,22 @@ def test_from_packed_files_and_from_tensors(
         llm.reset_prefix_cache()
         assert generate(llm) == expected
     close(llm)
+
+
+def test_tensors_of_some_layers(models: dict[str, Path], others: dict[str, Path]) -> None:
+    """Other layers keep theirs. A part of a merged matrix is refused: the rest would be what memory has."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(others["llama"] / "model.safetensors")
+    found = []
+    for options in ({}, kernels("exact")):
+        llm = engine(models["llama"], **options)
+        sent = [(name, it) for name, it in tensors.items() if "layers.0.mlp" in name]
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+        found.append(generate(llm))
+        if options:
+            sent = [(name, it) for name, it in sent if "gate_proj" in name]
+            with pytest.raises(InvalidInput, match="gate_up_proj`, and none for its part `1`"):
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+        close(llm)
+    assert found[1] == found[0]

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from tpde.cuda import prefix_kernels, window_experts
 from tpde.frameworks import torch_dtype_name
-from tpde.integrations.vllm import handle_operators, internals, refusals
+from tpde.integrations.vllm import handle_operators, internals, merged_parts, refusals
 from tpde.integrations.vllm.expert_stacks import ExpertStack, Room
 from tpde.integrations.vllm.internals import FusedMoEMethodBase, apply_moe_activation
 from tpde.integrations.vllm.report import LoadReport
@@ -100,6 +100,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name in NAMES:
             if not internals.has_values(layer, name):
                 raise refusals.no_values(f"{self._name}.{name}")
+        self._check_parts(layer)
         loaders = {name: getattr(layer.get_parameter(name), "weight_loader", None) for name in NAMES}
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel = self._plain.moe_kernel
@@ -127,10 +128,17 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         assert self._stacks is not None
         if internals.prepares_weights():
             raise refusals.no_reload(self._name)
+        self._check_parts(layer)
         self._plain.process_weights_after_loading(layer)
         for name, it in self._stacks.items():
             weight = layer.get_parameter(name).detach()
             it.reload(layer, weight.contiguous().view(len(weight), -1, weight.shape[-1]))
+
+    def _check_parts(self, layer: Any) -> None:
+        """Refuse experts of which some did not come; of two matrices that are merged, either."""
+        first, second = (layer.get_parameter(name) for name in NAMES)
+        for name, parts in zip(NAMES, (first.shape[1] // second.shape[2], 1), strict=True):
+            merged_parts.check_experts(layer, name, parts, f"{self._name}.{name}")
 
     def _choose(self, layer: Any) -> None:
         """Settle whether few rows are multiplied from windows, and say why not."""

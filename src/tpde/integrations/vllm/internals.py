@@ -136,7 +136,12 @@ def has_values(layer: Any, name: str) -> bool:
     config: Any = get_current_vllm_config_or_none()
     if config is None or config.load_config.load_format == "dummy":
         return True
-    return any(name == it for it, _ in get_layerwise_info(layer).loaded_weights)
+    return any(name == it for it, _ in loads_of(layer))
+
+
+def loads_of(layer: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Names of a layer's parameters that values came for, each with what its loader was given."""
+    return [(name, given.arguments) for name, given in get_layerwise_info(layer).loaded_weights]
 
 
 def may_be_draft() -> bool:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 
 from tpde.cuda import prefix_kernels, window_products
 from tpde.frameworks import torch_dtype_name
-from tpde.integrations.vllm import handle_operators, internals, refusals
+from tpde.integrations.vllm import handle_operators, internals, merged_parts, refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, OffloadedWeight, Weight, hold
 from tpde.weights.packed_tensor import PackedTensor
@@ -73,6 +73,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if (before := layer.__dict__.get("tpde")) is not None:
             if HANDLE not in layer._buffers:  # vLLM took the layer apart, and loaded it anew
+                merged_parts.check(layer, self._name)
                 self._reload(layer, before)
                 return
             if before.packed is not None and layer.weight.data.dtype != torch.uint8:
@@ -84,6 +85,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return
         if self.uses_meta_device and self._needs_values() and not internals.has_values(layer, "weight"):
             raise refusals.no_values(self._name)
+        merged_parts.check(layer, self._name)
         layer.tpde_shape = [*weight.shape]
         mover = internals.mover_of(weight)
         spare = mover is None and internals.records_graphs()

@@ -145,6 +145,15 @@ def no_values(name: str) -> InvalidInput:
     )
 
 
+def no_part(name: str, missing: str) -> InvalidInput:
+    """The error for a matrix that vLLM merges from several tensors, of which some did not come."""
+    return InvalidInput(
+        f"values came for a part of `{name}`, and none for {missing}",
+        hint="see whether the model's files are complete; to a model that serves, send all parts at a time",
+        where=name,
+    )
+
+
 def came_twice(name: str) -> InvalidInput:
     """The error for a tensor that two files have: the layer is packed when the second one comes."""
     return InvalidInput(
