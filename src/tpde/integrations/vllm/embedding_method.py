@@ -84,7 +84,13 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
         )
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
-        """The embedding itself is the head: it multiplies, too, and has the head's bias, if there is one."""
+        """The embedding itself is the head: it multiplies, too, and has the head's bias, if there is one.
+
+        Where the model has PyTorch's own embedding, as Whisper, which stays plain, so does the head.
+        """
+        if not isinstance(getattr(embed_tokens, "quant_method", None), TpdeEmbeddingMethod):
+            layer.quant_method = self._plain
+            return self._plain.tie_weights(layer, embed_tokens)  # type: ignore[no-any-return]
         embed_tokens.register_parameter("bias", layer.bias)
         return embed_tokens
 
