@@ -150,3 +150,25 @@ def test_damage_in_what_is_stored_plain_is_found(models: dict[str, Path], tmp_pa
     loader = TpdeModelLoader(LoadConfig(load_format="safetensors"))
     with pytest.raises(Corrupt, match=name):
         list(loader.get_all_weights(config, SimpleNamespace()))
+
+
+@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["files", "dummy"])
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_an_engine_gives_its_weights_back(
+    models: dict[str, Path], name: str, options: dict[str, Any]
+) -> None:
+    """When it has ended, though vLLM notes how to load layers anew."""
+    import gc
+    import weakref
+
+    from support.vllm import close, engine, layers
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = engine(models[name], quantization="tpde", **options)
+    held = [weakref.ref(it) for it in layers(llm).values()]
+    close(llm)
+    del llm
+    gc.unfreeze()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    assert [it() for it in held if it() is not None] == []

@@ -18,16 +18,22 @@ def prepare(model: nn.Module) -> None:
     """Have each packed layer of a model get its values by loaders that pack it when the last has come.
 
     And have the model refuse to be saved.
-
-    Layers got such loaders for their weights when these were created. After that, vLLM gives layers their
-    biases, whose names sort before the weights': they would come uncounted, and their layers wait for them
-    until all files are read, with decoded weights on the device (of a GPT-2, 86 % of the model). Some models
-    give weights other loaders, as mixers of Mamba 2 do: no values would be counted, and none be packed. What
-    has a loader that counts, vLLM leaves as it is.
     """
     _tie(model)
     _pair(model)
     refuse_saving(model)
+    count_values(model)
+
+
+def count_values(model: nn.Module) -> None:
+    """Give all parameters of packed layers loaders that count values.
+
+    Not when these were created. vLLM then notes parameters for loading them anew, with their loaders, and
+    would never let go of layers that these know. It gives layers their biases, whose names sort before the
+    weights': uncounted, their layers would wait for them until all files are read, with decoded weights on
+    the device (of a GPT-2, 86 % of the model). Some models give weights other loaders, as mixers of Mamba 2
+    do: no values would be counted, and none be packed.
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, TpdeLinearMethod | TpdeExpertsMethod) and method.uses_meta_device:

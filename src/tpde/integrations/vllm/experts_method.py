@@ -68,7 +68,6 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
         self._compile_ahead(layer)
-        internals.initialize_online_processing(layer)
 
     def _compile_ahead(self, layer: Any) -> None:
         """Compile kernels for a layer's weights while weights are read."""

@@ -56,7 +56,6 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
         self._compile_ahead(layer)
-        internals.initialize_online_processing(layer)
 
     def _compile_ahead(self, layer: Any) -> None:
         """Compile kernels for a layer's weight while weights are read."""

@@ -193,8 +193,9 @@ class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Fill a model, and have it refuse to be saved if its weights are packed."""
+        from tpde.integrations.vllm import before_reading
+
+        before_reading.count_values(model)
         super().load_weights(model, model_config)
         if model_config.quantization == METHOD:  # afterwards: vLLM 0.25 asks for state dicts
-            from tpde.integrations.vllm import before_reading
-
             before_reading.refuse_saving(model)
