@@ -4,8 +4,8 @@ A model of random bf16 weights with a trained one's statistics is written to a f
 Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.26 and
 0.32 are tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed
 files; `--layers 4` makes less of it. A model's files are read before each start, so that the page cache has
-them. A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. `--beside 2` runs two ways
-at a time on two GPUs of one kind.
+them. A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. `--beside 2` runs two
+ways at a time on two GPUs of one kind.
 
 `--latency` runs vLLM's `bench latency` instead: it starts an engine for each number of requests at a time.
 With `--offline` there is no server: requests of random tokens go to vLLM's engine in a process, in batches.
