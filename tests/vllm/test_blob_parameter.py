@@ -38,7 +38,7 @@ def test_vllm_copies_the_blob() -> None:
     """By `data`, as it offloads, loads again and compares weights; or by the module."""
     made = parameter()
     room = torch.empty_strided(made.data.size(), made.data.stride(), dtype=made.data.dtype)
-    for it in (made, made.data, made.detach(), made.cpu()):
+    for it in (made, made.data, made.detach(), made.cpu(), made.to("cpu", non_blocking=True, copy=True)):
         assert torch.equal(room.zero_().copy_(it), made.data)
     assert torch.equal(made.cpu(), made.cpu())
     assert made.detach().cpu().contiguous().view(-1)[:3].tolist() == made.data[:3].tolist()
@@ -65,6 +65,11 @@ def test_vllm_copies_the_blob() -> None:
         lambda w, x: w * 2,
         lambda w, x: 1 - w,
         lambda w, x: w.float(),
+        lambda w, x: w.to(torch.float32),
+        lambda w, x: w.to("cpu", dtype=torch.float32),
+        lambda w, x: w.to(x),
+        lambda w, x: x.to(w),
+        lambda w, x: w.tolist(),
         lambda w, x: w.sum(),
         lambda w, x: torch.norm(w),
         lambda w, x: torch.einsum("ij,kj->ik", x, w),
@@ -82,6 +87,16 @@ def test_it_is_not_taken_apart(take: Callable[..., Any], compiled: bool) -> None
     with pytest.raises(kinds, match=r"the weight of `some\.layer` is packed"):
         (torch.compile(taken, backend="eager", fullgraph=True) if compiled else taken)(x)
     torch._dynamo.reset()
+
+
+def test_a_module_that_is_moved_moves_it() -> None:
+    layer = torch.nn.Module()
+    layer.weight = parameter()
+    found = layer.to("cpu", torch.float32).weight
+    assert found.shape == (ROWS, COLUMNS)
+    assert found.data.dtype is torch.uint8
+    with pytest.raises(PackedWeight, match=r"the weight of `some\.layer` is packed"):
+        found.numpy()
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])

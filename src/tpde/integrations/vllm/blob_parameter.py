@@ -15,8 +15,8 @@ from tpde.weights.packed_tensor import PackedTensor
 # What models do with matrices past their layers, by names of `Tensor`, of `torch` and of its `functional`. Of
 # a blob these would give bytes, most without a word.
 _PARTS = (
-    "__getitem__ cat chunk expand flatten flip gather index_select narrow permute repeat reshape roll split "
-    "stack t take transpose unbind unfold view where"
+    "__getitem__ cat chunk expand flatten flip gather index_select narrow numpy permute repeat reshape roll "
+    "split stack t take tolist transpose unbind unfold view where"
 )
 _PRODUCTS = (
     "__matmul__ __rmatmul__ addmm addmv baddbmm bilinear bmm dot einsum embedding linear matmul mm mv outer "
@@ -73,7 +73,7 @@ class BlobParameter(nn.Parameter):
         PackedWeight
             If it is that.
         """
-        if func in _TAKEN_APART:
+        if func in _TAKEN_APART or (func is Tensor.to and _names_dtype(args[1:], kwargs)):
             _refuse([it.layer_name for it in _flat(args, kwargs) if isinstance(it, cls)])
         with torch._C.DisableTorchFunctionSubclass():  # which the compiler can trace
             return func(*args, **(kwargs or {}))
@@ -103,6 +103,11 @@ class BlobParameter(nn.Parameter):
 def _refuse(names: list[str]) -> None:
     """Raise it; PyTorch's compiler, too, which calls this while it traces, and reports what is raised."""
     raise refusals.no_matrix(names[0] if names else "")
+
+
+def _names_dtype(args: Any, kwargs: Any) -> bool:
+    """Whether arguments of `Tensor.to` have a dtype, or a tensor whose dtype is meant."""
+    return any(isinstance(it, torch.dtype | Tensor) for it in _flat(args, kwargs))
 
 
 def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
