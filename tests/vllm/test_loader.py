@@ -172,3 +172,27 @@ def test_an_engine_gives_its_weights_back(
     cleanup_dist_env_and_memory()
     gc.collect()
     assert [it() for it in held if it() is not None] == []
+
+
+@pytest.mark.parametrize("loader", ["TpdeModelLoader", "TpdeDummyLoader"])
+def test_layers_of_a_draft_count_values(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose own configuration need not say how they are held."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader
+
+    from tpde.integrations.vllm import internals
+    from tpde.integrations.vllm import loader as loaders
+    from tpde.integrations.vllm.linear_method import TpdeLinearMethod
+
+    counted: list[Any] = []
+    monkeypatch.setattr(internals, "initialize_online_processing", counted.append)
+    for it in (DefaultModelLoader, DummyModelLoader):
+        monkeypatch.setattr(it, "load_weights", lambda *_: None)
+    layer: Any = torch.nn.Module()
+    layer.quant_method = object.__new__(TpdeLinearMethod)
+    layer.quant_method.uses_meta_device = True
+    model = torch.nn.Sequential(layer, torch.nn.Linear(2, 2))
+    load_format = "dummy" if loader == "TpdeDummyLoader" else "auto"
+    made = getattr(loaders, loader)(LoadConfig(load_format=load_format))
+    made.load_weights(model, SimpleNamespace(quantization=None))
+    assert counted == [layer]

@@ -15,18 +15,14 @@ from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
 
 def prepare(model: nn.Module) -> None:
-    """Have each packed layer of a model get its values by loaders that pack it when the last has come.
-
-    And have the model refuse to be saved.
-    """
+    """Have a model refuse to be saved, and settle what its layers share."""
     _tie(model)
     _pair(model)
     refuse_saving(model)
-    count_values(model)
 
 
 def count_values(model: nn.Module) -> None:
-    """Give all parameters of packed layers loaders that count values.
+    """Give parameters of packed layers loaders that count values, and pack a layer when the last has come.
 
     Not when these were created. vLLM then notes parameters for loading them anew, with their loaders, and
     would never let go of layers that these know. It gives layers their biases, whose names sort before the

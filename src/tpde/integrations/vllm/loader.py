@@ -135,6 +135,15 @@ def other_names(model: Any, loaded: set[str]) -> set[str]:
     return {name for those in names.values() if those & loaded for name in those}
 
 
+def count_values(model: Any) -> None:
+    """Have layers count their values, if some are to be packed: of a draft, too, that says nothing of it."""
+    methods = {type(getattr(it, "quant_method", None)).__module__ for it in model.modules()}
+    if any(it.startswith(__package__) for it in methods):
+        from tpde.integrations.vllm import before_reading
+
+        before_reading.count_values(model)
+
+
 class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Reads the files of models as vLLM does; those of packed models decoded, before any name is looked at.
 
@@ -154,6 +163,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
             internals.track_weights(self)
             before_reading.prepare(model)
+        count_values(model)
         super().load_weights(model, model_config)
 
     def track_weights_loading(self, model: Any, loaded_weights: set[str] | None, **options: Any) -> None:
@@ -193,9 +203,9 @@ class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Fill a model, and have it refuse to be saved if its weights are packed."""
-        from tpde.integrations.vllm import before_reading
-
-        before_reading.count_values(model)
+        count_values(model)
         super().load_weights(model, model_config)
         if model_config.quantization == METHOD:  # afterwards: vLLM 0.25 asks for state dicts
+            from tpde.integrations.vllm import before_reading
+
             before_reading.refuse_saving(model)
