@@ -156,8 +156,10 @@ class PackedModule(PackedState):
         if space is None and not group.beside:
             return slot.parameter
         here = space is not None and space.group is group
+        if not here:
+            return lend(slot.parameter.plain(), slot.packed.name)
         with untransformed():
-            weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
+            weight = slot.formatted(group.view(slot))
         return lend(weight, slot.packed.name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
