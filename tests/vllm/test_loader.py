@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,146 @@ def test_the_device_of_the_model(weights: Any, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(KeyboardInterrupt):
             Loader().load_model(config, SimpleNamespace(dtype=torch.bfloat16))
         assert asked.pop() == torch.device(chosen)
+
+
+FREE_BYTES = 8 * (3 << 15)  # of which an eighth is taken, at most
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Plain tensors of 32 KiB, of which three may be on the device; one a group; and others."""
+    from tpde.integrations.vllm import adjacent_tensors, loader
+
+    monkeypatch.setattr(adjacent_tensors, "free_bytes", lambda device: FREE_BYTES)
+    monkeypatch.setattr(loader, "_GROUP_BYTES", 1)
+    draw = torch.Generator().manual_seed(1)
+    wide = torch.randn(64, 512, generator=draw)
+    return [
+        ("a", wide.bfloat16()[:, :256].contiguous()),
+        ("view", wide.bfloat16()[:, :256]),
+        ("none", torch.empty(0, 4)),
+        ("one", torch.tensor(2.5, requires_grad=True)),
+        ("bits", wide[0] > 0),
+        ("b", wide.half().view(16, 8, 256)[:, :4].contiguous().view(2, 8, 4, 256)),
+        ("c", wide[:16].clone().view(torch.int32)),
+        *((f"d{i}", torch.full((1 << 14,), float(i), dtype=torch.bfloat16)) for i in range(4)),
+    ]
+
+
+@pytest.mark.parametrize("group", [1, 1 << 20])
+def test_plain_tensors_are_read_by_threads(plain: Any, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model takes all of them; others come as they are, and so do those with gaps."""
+    from tpde.integrations.vllm import adjacent_tensors, loader
+
+    monkeypatch.setattr(loader, "_GROUP_BYTES", group)
+    monkeypatch.setattr(adjacent_tensors, "free_bytes", lambda device: 1 << 40)
+    for whole in (False, True):
+        found = {}
+        for (name, tensor), (needed, given) in zip(
+            loader.unpacked(iter(plain), whole=whole), plain, strict=True
+        ):
+            assert name == needed
+            assert_same_bits(tensor.detach(), given.detach())
+            found[name] = tensor is not given
+        assert found == {name: whole and name not in ("none", "view") for name, _ in plain}
+    assert not readers()
+
+
+def test_tensors_beside_each_other_are_one_run(tmp_path: Path) -> None:
+    """But those whose words would not be at multiples of their sizes."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from tpde.integrations.vllm.adjacent_tensors import adjacent_of
+
+    drawn = torch.arange(300).view(20, 15)
+    made = {"a": drawn.bfloat16(), "b": drawn[0].byte(), "c": drawn[:3].half(), "d": drawn[1, 2].float()}
+    save_file(made, tmp_path / "some.safetensors")
+    with safe_open(tmp_path / "some.safetensors", "pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.offset_keys()}
+    tensors = list(kept.values())
+    assert [it.tensors for it in adjacent_of(tensors)] == [tensors]
+    assert [len(it.tensors) for it in adjacent_of(tensors[::-1])] == [1] * len(tensors)
+    memory = torch.arange(64, dtype=torch.uint8)
+    apart = [memory[2:4], memory[4:8].view(torch.float32), memory[8:16].view(torch.int64), memory[17:18]]
+    assert [len(it.tensors) for it in adjacent_of(apart)] == [1, 1, 1, 1]
+    assert [len(it.tensors) for it in adjacent_of([memory[:4], *apart[1:]])] == [3, 1]
+
+
+@pytest.mark.parametrize("bound", ["most", "free", "refused"])
+def test_so_many_plain_tensors_are_there_at_a_time(
+    plain: Any, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that layers keep, maybe views of them alone; what has no room stays where it is."""
+    from tpde.integrations.vllm import adjacent_tensors, loader
+
+    empty, kept, moved = torch.empty, list[Any](), list[str]()
+    rooms, refused = list[Any](), iter(range(4 if bound == "refused" else 0))
+
+    def counted(shape: Any, **options: Any) -> Any:
+        if next(refused, None) is not None:
+            raise torch.cuda.OutOfMemoryError
+        made = empty(shape, **options)
+        rooms.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    def free(device: Any) -> int:
+        there = sum(it() is not None for it in rooms)
+        return FREE_BYTES * (3 - there) // 3
+
+    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(adjacent_tensors, "free_bytes", free if bound == "free" else lambda device: 1 << 30)
+    monkeypatch.setattr(adjacent_tensors, "_HELD_BYTES", 3 << 15 if bound == "most" else 1 << 30)
+    plain = [(name, it) for name, it in plain if it.nbytes == 1 << 15 and it.is_contiguous()]
+    for (name, tensor), (_, given) in zip(loader.unpacked(iter(plain), whole=True), plain, strict=True):
+        assert_same_bits(tensor, given)
+        if tensor is not given:
+            moved.append(name)
+        kept.append(tensor.detach().reshape(-1)[:3])
+        if name == "d1":
+            kept.clear()
+        del tensor
+    # `d2` was asked for before the first were let go.
+    assert moved == (["d1", "d2", "d3"] if bound == "refused" else ["a", "b", "c", "d3"])
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"speculative_config": object()}, False),
+        ({"world_size": 2}, False),
+        ({"enable_expert_parallel": True}, False),
+        ({"offload_backend": "prefetch"}, False),
+        ({"offload_backend": "uva"}, False),
+        ({"device": "cpu"}, False),
+        ({"enable_sleep_mode": True}, False),
+    ],
+)
+def test_who_takes_all_of_a_file(
+    change: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.vllm import internals
+
+    def made(names: str) -> SimpleNamespace:
+        return SimpleNamespace(**{name: has[name] for name in names.split()})
+
+    has: dict[str, Any] = {"world_size": 1, "enable_expert_parallel": False, "offload_backend": "auto"}
+    has |= {"device": "cuda:0", "speculative_config": None, "enable_sleep_mode": False} | change
+    has |= {"prefetch": SimpleNamespace(offload_group_size=0), "uva": SimpleNamespace(cpu_offload_gb=0)}
+    config = SimpleNamespace(
+        load_config=made("device"),
+        device_config=made("device"),
+        parallel_config=made("world_size enable_expert_parallel"),
+        offload_config=made("offload_backend prefetch uva"),
+        model_config=made("enable_sleep_mode"),
+        speculative_config=has["speculative_config"],
+    )
+    monkeypatch.setattr(internals, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(internals, "get_current_vllm_config", lambda: config)
+    assert internals.takes_all_weights() == taken
+    monkeypatch.setattr(internals, "get_current_vllm_config_or_none", lambda: None)
+    assert not internals.takes_all_weights()
 
 
 def test_damage_is_named(weights: Any) -> None:

@@ -127,6 +127,7 @@ def test_kernels_are_compiled_while_weights_are_read(models: Models, monkeypatch
 
     monkeypatch.setattr(window_products, "compile_ahead", lambda *shape: begun.add(shape))
     monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(internals, "takes_all_weights", lambda: False)  # there is no such device
     monkeypatch.setattr(linear_method, "hold", hold)
     close(engine(models["llama"], **TPDE))
     shapes = {(512, 256), (256, 256), (1024, 256), (256, 512)}  # qkv and both of tokens, o, gate and up, down
@@ -145,6 +146,7 @@ def test_kernels_of_experts_are_compiled_while_weights_are_read(
     monkeypatch.setattr(window_products, "compile_ahead", lambda *shape: None)
     monkeypatch.setattr(window_experts, "compile_ahead", lambda *shape: begun.add(shape))
     monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(internals, "takes_all_weights", lambda: False)  # there is no such device
     close(engine(models["experts"], **TPDE))
     assert begun == {(8, 384, 128, 3), (8, 128, 192, 3)}
 
@@ -168,6 +170,7 @@ def test_kernels_that_decode_are_compiled_while_weights_are_read(
     close(engine(models[name], **kernels("exact")))
     assert not begun
     monkeypatch.setattr(internals, "load_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(internals, "takes_all_weights", lambda: False)  # there is no such device
     close(engine(models[name], **kernels("exact")))
     assert set(begun) == {("BF16", 3, True)}
     assert len(begun) > 4

@@ -2,7 +2,7 @@
 
 Documented are configurations and methods of quantization, the methods for plain weights, loaders of models
 and the current configuration; the other modules here import these from vLLM, and all else from here.
-`RELIED_ON` says what breaks without each, and a test looks for all of them in the version that is installed.
+`relied_on` says what breaks without each, and a test looks for all of them in the version that is installed.
 
 vLLM 0.25.1 to 0.33 have all of this. Where they differ, a function here says so.
 """
@@ -36,6 +36,8 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.version import __version_tuple__
 
+from tpde.integrations.vllm.relied_on import SINCE
+
 __all__ = [
     "CuMemBackend",
     "FusedMoEMethodBase",
@@ -49,48 +51,6 @@ __all__ = [
 
 # By these, vLLM's default loader reads files of checkpoints, and `loader` in its place; others are refused.
 FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
-
-# Names in vLLM, of attributes of instances, too, each with what does not work without it.
-RELIED_ON = {
-    "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
-    "config.ModelConfig.head_dtype": "refusals: heads of another dtype",
-    "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
-    "config.ParallelConfig.enable_eplb": "refusals: experts that move between devices",
-    "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
-    "config.CompilationConfig.cudagraph_mode": "other weights for a model that serves",
-    "config.PassConfig.fuse_allreduce_rms": "a warning that results depend on the number of GPUs",
-    "config.get_current_vllm_config_or_none": "what the KV cache has room for, and CUDA graphs",
-    "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
-    "device_allocator.sleep_mode_backend.CuMemBackend.discard": "sleeping",
-    "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
-    "distributed.tensor_model_parallel_all_gather": "results that do not depend on the number of GPUs",
-    "envs.VLLM_BATCH_INVARIANT": "results that do not depend on the batch",
-    "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
-    "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
-    "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
-    "model_executor.layers.fused_moe.activation.apply_moe_activation": "experts: products from windows",
-    "model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.TRITON": "the same",
-    "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "experts",
-    "model_executor.layers.quantization.base_config.QuantizationConfig.maybe_update_config": "untied heads",
-    "model_executor.layers.quantization.base_config.QuantizeMethodBase.uses_meta_device": "packing by layers",
-    "model_executor.model_loader.DefaultModelLoader._prepare_weights": "damage in what is stored plain",
-    "model_executor.model_loader.DefaultModelLoader.get_all_weights": "packed files",
-    "model_executor.model_loader.DefaultModelLoader.load_weights": "telling that files lack weights",
-    "model_executor.model_loader.DummyModelLoader.load_weights": "refusing to save random weights",
-    "model_executor.model_loader.reload.layerwise.get_layerwise_info": "telling that a layer has no values",
-    "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
-    "model_executor.offloader.prefetch.PrefetchOffloader.module_offloaders": "packed weights in host memory",
-    "model_executor.offloader.prefetch.PrefetchOffloader.wrap_modules": "the same",
-    "model_executor.offloader.prefetch._CpuParamOffloader._cpu_storage": "the same",
-    "model_executor.offloader.prefetch._CpuParamOffloader._param": "the same",
-    "model_executor.offloader.prefetch._ModuleOffloader._param_offloaders": "the same",
-    "platforms.current_platform": "exact products in compiled code",
-    "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
-    "transformers_utils.repo_utils.get_hf_file_to_dict": "refusals, of what `--hf-overrides` hide",
-    "utils.torch_utils.direct_register_custom_op": "compiled code",
-}
-# Versions before which there is nothing of some of these names to rely on.
-SINCE = {"device_allocator.sleep_mode_backend.CuMemBackend.discard": (0, 31)}
 
 
 def load_device() -> torch.device:
@@ -148,6 +108,21 @@ def may_be_draft() -> bool:
     """Whether the model that is being loaded may be another's draft."""
     config: Any = get_current_vllm_config_or_none()
     return config is not None and config.speculative_config is not None
+
+
+def takes_all_weights() -> bool:
+    """Whether the model that is being loaded takes all that its files have, whole, to one GPU.
+
+    Others leave out what is another rank's or another model's, or is kept in host memory. What can sleep is
+    loaded in memory that PyTorch does not give back as it does other.
+    """
+    config: Any = get_current_vllm_config_or_none()
+    if config is None or load_device().type != "cuda" or config.speculative_config is not None:
+        return False
+    how = config.parallel_config
+    if config.model_config.enable_sleep_mode or how.world_size > 1 or how.enable_expert_parallel:
+        return False
+    return not _offload_backend()
 
 
 def head_classifies() -> bool:

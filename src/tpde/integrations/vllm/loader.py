@@ -1,4 +1,4 @@
-"""Packed files as vLLM's loaders read plain ones: tensor by tensor, decoded."""
+"""Files of models as vLLM's loaders read them, tensor by tensor: packed ones decoded, by several threads."""
 
 from __future__ import annotations
 
@@ -15,23 +15,32 @@ from tpde.files.checked_reads import check_plain
 from tpde.files.reader import PackedFile
 from tpde.format.constants import METHOD, SUFFIX
 from tpde.integrations.vllm import internals, refusals
+from tpde.integrations.vllm.adjacent_tensors import AdjacentTensors, BoundedRoom, adjacent_of
 from tpde.io.sources import BytesSource, Extent
 from tpde.loading.reading import Reader
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 
-_GROUP_BYTES = 128 << 20  # of tensors that are decoded while others are copied to the device
+_GROUP_BYTES = 128 << 20  # of tensors that are on their way to the device while others are taken
 Named = tuple[str, Tensor]
 
 _registered = False
 
 
-def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def unpacked(weights: Iterable[Named], *, whole: bool = False) -> Iterator[Named]:
     """Tensors of files, those that are packed decoded, under their names in the source.
 
     Blobs are decoded on the device that the model is loaded to. They are copied there by several threads,
     which vLLM's iterators leave to one: their tensors are mapped files. Blobs of up to 256 MiB, or of two
     tensors, are there beside what the device has for a layer.
+
+    Parameters
+    ----------
+    weights : iterable of (str, torch.Tensor)
+        As vLLM's iterators give them.
+    whole : bool
+        Whether a model on a GPU takes all of them, and whole. Then threads copy plain tensors, too, of which
+        up to 1.5 GiB are there at a time, and an eighth of what is free.
 
     Raises
     ------
@@ -39,15 +48,16 @@ def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
         If a blob is damaged.
     """
     device = internals.load_device()
+    bounded = BoundedRoom(device) if whole else None
     with Reader(device) as reader:
         before: _Group | None = None
         for group in _groups(weights):
-            coming = _Group(group, reader, device)
+            coming = _Group(group, reader, device, bounded)
             if before is not None:
-                yield from before.decoded()
+                yield from before.given()
             before = coming
         if before is not None:
-            yield from before.decoded()
+            yield from before.given()
 
 
 def _is_packed(name: str, tensor: Tensor) -> bool:
@@ -72,23 +82,46 @@ def _groups(weights: Iterable[Named]) -> Iterator[list[Named]]:
 
 
 class _Group:
-    """Tensors in their order, whose blobs are on their way to a device."""
+    """Tensors in their order, of which some are on their way to a device."""
 
-    def __init__(self, weights: list[Named], reader: Reader, device: torch.device) -> None:
-        self._weights = [
-            (name, torch.empty(it.shape, dtype=it.dtype, device=device) if _is_mapped(name, it) else it)
-            for name, it in weights
-        ]
-        both = zip(weights, self._weights, strict=True)
-        coming = [(name, it, room) for (name, it), (_, room) in both if room is not it]
-        extents = [
-            Extent(BytesSource(it.contiguous().numpy(), name), 0, it.numel(), name) for name, it, _ in coming
-        ]
-        self._reading = reader.begin([room for *_, room in coming], extents)
+    def __init__(
+        self, weights: list[Named], reader: Reader, device: torch.device, bounded: BoundedRoom | None
+    ) -> None:
+        self._weights, self._together = weights, list[AdjacentTensors]()
+        rooms, extents = list[Tensor](), list[Extent]()
+        for number, (name, tensor) in enumerate(weights):
+            if _is_mapped(name, tensor):
+                room = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                rooms.append(room)
+                source = BytesSource(tensor.contiguous().numpy(), name)
+                extents.append(Extent(source, 0, tensor.numel(), name))
+                weights[number] = name, room
+        if bounded is not None:
+            bounded.look()
+            self._begin_plain(bounded, rooms, extents)
+        self._reading = reader.begin(rooms, extents)
 
-    def decoded(self) -> Iterator[Named]:
+    def _begin_plain(self, bounded: BoundedRoom, rooms: list[Tensor], extents: list[Extent]) -> None:
+        plain = {
+            id(tensor): number
+            for number, (name, tensor) in enumerate(self._weights)
+            if not _is_packed(name, tensor)
+        }
+        self._together = adjacent_of([self._weights[number][1] for number in plain.values()])
+        for it in self._together:
+            room = bounded.room(it.nbytes)
+            if room is None:
+                continue
+            rooms.append(room)
+            extents.append(it.extent(self._weights[plain[id(it.tensors[0])]][0]))
+            for tensor, view in zip(it.tensors, it.views(room), strict=True):
+                number = plain[id(tensor)]
+                self._weights[number] = self._weights[number][0], view
+
+    def given(self) -> Iterator[Named]:
         """All, under their names in the source."""
         self._reading.wait()
+        self._together.clear()
         while self._weights:  # what was decoded is given back
             name, tensor = self._weights.pop(0)
             if not _is_packed(name, tensor):
@@ -179,7 +212,9 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """All tensors, those of packed models decoded."""
         self._is_packed = model_config.quantization == METHOD
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
-        return each_once(unpacked(weights)) if self._is_packed else weights
+        if not self._is_packed:
+            return weights
+        return each_once(unpacked(weights, whole=internals.takes_all_weights()))
 
     def _prepare_weights(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The files of a model; what is stored plain in those of packed ones is checked.
