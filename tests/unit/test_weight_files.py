@@ -171,7 +171,7 @@ def test_that_all_weights_are_excluded_is_said(exclude: str, tmp_path: Path) -> 
         (
             {"x.safetensors": b"", "s/a.safetensors.index.json": index("x.safetensors")},
             MissingShard,
-            "1 shards are needed",
+            "fetch it: all shards",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def _missing(tree: FolderTree, name: str) -> tuple[ShardIndex | None, list[Missi
     return index, [
         MissingShard(
             f"`{index.path}` names the shard `{printable(it)}`, which is missing",
-            hint=f"{len(names)} shards are needed, fetch it",
+            hint="fetch it: all shards that the index names are needed",
             where=str(index.path.parent / it),
         )
         for it in missing

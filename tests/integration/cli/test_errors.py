@@ -158,7 +158,7 @@ def test_what_is_no_safetensors_file_has_a_hint(run: Run, tmp_path: Path) -> Non
 def test_missing_shard(run: Run, model: Path, tmp_path: Path) -> None:
     (model / "model-00002-of-00002.safetensors").unlink()
     run("pack", model, tmp_path / "t").failed(
-        2, "names the shard `model-00002-of-00002.safetensors`, which is missing", "2 shards are needed"
+        2, "names the shard `model-00002-of-00002.safetensors`, which is missing", "fetch it: all shards"
     )
     assert not (tmp_path / "t").exists()
 
