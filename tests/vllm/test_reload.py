@@ -39,6 +39,7 @@ def reload(llm: Any, path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (internals, refusals):
             patch.setattr(module, "get_current_vllm_config", no_configuration)
+        patch.setattr(internals, "get_current_vllm_config_or_none", lambda: None)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     llm.reset_prefix_cache()
 
