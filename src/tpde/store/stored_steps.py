@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidDestination, InvalidInput, TpdeError
+from tpde.errors import InvalidInput, TpdeError
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.target_device import target_device
@@ -199,15 +199,9 @@ class StoredSteps:
         InvalidInput, MissingBase, Truncated, Corrupt, UnsupportedVersion
             As for `load`.
         DestinationExists, InvalidDestination
-            If the folder cannot be made, or would lie in the store's.
+            If the folder cannot be made.
         """
         folder = given_path(directory)
-        if (folder.parent.resolve() / folder.name).is_relative_to(self.directory.resolve()):
-            raise InvalidDestination(
-                f"`{folder}` lies in the store `{self.directory}`, which holds steps alone",
-                hint="choose a folder elsewhere",
-                where=str(folder),
-            )
         self.wait()
         links = open_links(self.directory, step_number(step))
         state = state_of(links)

@@ -138,18 +138,6 @@ def test_an_export_replaces_only_what_one_wrote(tmp_path: Path, rest: str | None
     assert not (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("inside", ["store/out", "store/steps/../out", "link/out", "store"])
-def test_no_export_goes_to_the_store(tmp_path: Path, inside: str) -> None:
-    (tmp_path / "store" / "steps").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("store")
-    with CheckpointStore(tmp_path / "store") as store:
-        store.save(1, {"model": {"w": torch.ones(1)}})
-        before = sorted(it.name for it in (tmp_path / "store").iterdir())
-        with pytest.raises(InvalidDestination, match="holds steps alone"):
-            store.export(1, tmp_path / inside)
-        assert sorted(it.name for it in (tmp_path / "store").iterdir()) == before
-
-
 def test_a_full_disk_is_told_of_the_json_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
