@@ -69,7 +69,8 @@ class BoundedRoom:
     """Memory of a device for tensors, of which there may be so many bytes at a time.
 
     vLLM keeps a layer's tensors until the last has come. Of files in another order it would have most of a
-    model there.
+    model there. With Qwen3-30B-A3B, PyTorch reserves 43.2 GiB of an H200 at most while it is loaded,
+    41.3 where one thread copies (by hand).
 
     Parameters
     ----------
