@@ -110,7 +110,9 @@ def test_text_is_written_as_it_comes() -> None:
 
 def test_how_a_model_is_asked() -> None:
     greedy, drawing = Model([1]), Model([1])
-    ask(greedy)
+    for model, temperature in ((greedy, 0.0), (drawing, 0.5)):
+        ask(model, temperature=temperature)
+        assert len(model.options.pop("logits_processor")) == 1
     assert greedy.options == {
         "do_sample": False,
         "temperature": None,
@@ -119,7 +121,6 @@ def test_how_a_model_is_asked() -> None:
         "max_new_tokens": 7,
         "pad_token_id": 0,
     }
-    ask(drawing, temperature=0.5)
     assert drawing.options == {
         "do_sample": True,
         "temperature": 0.5,
@@ -153,6 +154,22 @@ def test_what_gives_no_text() -> None:
     silent.text = False
     with pytest.raises(InvalidInput, match="a Model generates no text"):
         ask(silent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_refused(bad: float, temperature: float) -> None:
+    """Of a tiny model, whose head gives them from some token on."""
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    assert len(ask(model, temperature=temperature)[0].tokens) == 7
+    with torch.no_grad():
+        model.lm_head.weight[3] = bad
+    with pytest.raises(InvalidInput, match="scores after 3 tokens are no numbers: some are NaN or infinite"):
+        ask(model, temperature=temperature)
 
 
 def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, LogitsProcessorList, TextStreamer
 
 from tpde.errors import InvalidInput
 from tpde.files.documents import is_text
@@ -140,7 +140,7 @@ def generate(
     Raises
     ------
     InvalidInput
-        If the model generates no text, or the prompt has no tokens.
+        If the model generates no text, the prompt has no tokens, or scores of a token are NaN.
     OutOfMemory
         If the device has too little free memory.
     """
@@ -162,6 +162,7 @@ def generate(
             **({"do_sample": True, "temperature": temperature} if temperature > 0 else greedy),
             max_new_tokens=max_new_tokens,
             pad_token_id=_padding(tokenizer, model),
+            logits_processor=LogitsProcessorList([_numbers]),
             streamer=stream,
         )
     seconds = clock() - start
@@ -174,6 +175,25 @@ def generate(
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         seconds=seconds,
     )
+
+
+def _numbers(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The scores of the next token, as they are.
+
+    Without probabilities the likeliest token is any, and none can be drawn: a GPU's kernel fails then, and
+    with it all that the process does there.
+
+    Raises
+    ------
+    InvalidInput
+        If they are NaN or too large, as those of a model whose training diverged.
+    """
+    if not scores.logsumexp(-1).isfinite().all():
+        raise InvalidInput(
+            f"the model's scores after {tokens.shape[1]:,} tokens are no numbers: some are NaN or infinite",
+            hint="the plain model's are, too; its weights may be NaN, or fp16 may be too small for it",
+        )
+    return scores
 
 
 def _padding(tokenizer: Any, model: Any) -> int:
