@@ -226,12 +226,19 @@ def test_what_others_put_on_a_blocks_forward_is_copied(how: str, pair: tuple[Mod
 
 def test_the_tensor_that_compiled_code_waits_for() -> None:
     given = torch.ones(2, requires_grad=True)
-    for args, kwargs in (((given,), {}), ((1, given, torch.zeros(3)), {}), ((None,), {"x": given})):
-        found = first_tensor(args, kwargs)
+    here, elsewhere = given.device, torch.empty(2, device="meta")
+    for args, kwargs in (
+        ((given,), {}),
+        ((1, given, torch.zeros(3)), {}),
+        ((None,), {"x": given}),
+        ((elsewhere, given), {}),
+    ):
+        found = first_tensor(args, kwargs, here)
         assert found.data_ptr() == given.data_ptr()
         assert not found.requires_grad
+    assert first_tensor((elsewhere,), {}, here).device == here
     with pytest.raises(TypeError, match="called without a tensor"):
-        first_tensor((1,), {"x": [given]})
+        first_tensor((1,), {"x": [given]}, here)
 
 
 def rebuilt(kind: Any, state: dict[str, Any]) -> Any:

@@ -27,6 +27,24 @@ class Wrapped(nn.Linear):
         return super().forward(x) * 2
 
 
+class After(nn.Conv1d):
+    """Is called with something else first, as with a time step that stays on the host."""
+
+    def forward(self, step: Any, x: Any) -> Any:
+        return super().forward(x) * step.shape[0]
+
+
+class AfterLayers(nn.Module):
+    """The same with two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, step: Any, x: Any) -> Any:
+        return self.down(self.up(x).relu()) * step.shape[0]
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -58,6 +76,27 @@ def test_layers_of_all_kinds_are_compiled(make: Any, shape: tuple[int, ...], gra
             assert_same_bits(given[1].grad, given[0].grad)
     with torch.no_grad():  # tracing left nothing behind
         assert_same_bits(ours(given[0]), plain(given[0]))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: After(16, 48, 3), (2, 16, 9)),
+        (lambda: nn.ModuleList([After(16, 48, 3), nn.ReLU()])[0], (2, 16, 9)),
+        (lambda: nn.ModuleList([AfterLayers(), AfterLayers()])[0], (3, 16)),
+    ],
+    ids=["layer", "layer of a list", "block"],
+)
+def test_the_first_tensor_may_be_elsewhere(make: Any, shape: tuple[int, ...], grad: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    plain = make().bfloat16().float()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    given = torch.empty(2, device="meta"), torch.randn(shape)
+    with torch.set_grad_enabled(grad):
+        found = torch.compile(ours, backend="eager", fullgraph=True)(*given)
+        assert_same_bits(found, plain(*given))
 
 
 @pytest.mark.parametrize(

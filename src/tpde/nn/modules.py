@@ -112,11 +112,12 @@ class PackedModule(PackedState):
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass as the compiler sees it."""
+        device = next(iter(self.tpde_slots.values())).device
         if is_grad_enabled():
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is _LINEAR_FORWARD
             # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
-            autocast = torch.is_autocast_enabled(first_tensor(args, kwargs).device.type)
+            autocast = torch.is_autocast_enabled(device.type)
             conv1d = is_conv1d(self.tpde_base) and self.tpde_base.forward is self.tpde_known
             if slot is not None and (plain_linear or conv1d) and not autocast:
                 width = slot.shape[0 if plain_linear else 1]
@@ -128,15 +129,17 @@ class PackedModule(PackedState):
         group = self.tpde_group()
         if group.flat is not None:  # the block did it
             return super().forward(*args, **kwargs)
-        group.flat = group.materialize(first_tensor(args, kwargs))
+        group.flat = group.materialize(first_tensor(args, kwargs, device))
         result = super().forward(*args, **kwargs)
         group.flat = None
         return result
 
     def _tpde_twin(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class, on an object that has its weights as attributes."""
-        after = first_tensor(args, kwargs)
-        weights = {name: slot.materialize(after) for name, slot in self.tpde_slots.items()}
+        weights = {
+            name: slot.materialize(first_tensor(args, kwargs, slot.device))
+            for name, slot in self.tpde_slots.items()
+        }
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
@@ -97,12 +98,18 @@ def is_open(group: Group) -> bool:
     return not is_grad_enabled() or saves(space)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a module was called with, as a constant for autograd."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Tensor:
+    """The first tensor on its weights' device that a module was called with, as a constant for autograd.
+
+    Weights are decoded where it is. If all are elsewhere, it is one of no elements: PyTorch then says so.
+    """
+    given = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
+    if not given:
+        raise TypeError("a module with packed weights was compiled that is called without a tensor")
+    for value in given:
+        if value.device == device:
             return value.detach()
-    raise TypeError("a module with packed weights was compiled that is called without a tensor")
+    return torch.empty(0, device=device)
 
 
 class BlockForward(AroundForward):
@@ -147,7 +154,7 @@ class BlockForward(AroundForward):
             return self.run(args, kwargs)
         if is_compiling():
             if group.whole and not is_grad_enabled():
-                group.flat = group.materialize(first_tensor(args, kwargs))
+                group.flat = group.materialize(first_tensor(args, kwargs, group.slots[0].device))
             result = self.run(args, kwargs)
             group.flat = None
             return result
