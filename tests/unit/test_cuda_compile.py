@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import os
 import stat
 import struct
 import threading
@@ -93,6 +95,27 @@ def test_a_damaged_entry_is_written_again(machine: Machine, tmp_path: Path) -> N
         assert len(machine.compiled) == number + 2
         assert entry.read_bytes() == whole
     assert _kept(tmp_path) == [entry]
+
+
+@pytest.mark.parametrize("what", ["pipe", "endless", "huge", "folder"])
+def test_what_is_no_entry_is_neither_waited_for_nor_read(what: str, machine: Machine, tmp_path: Path) -> None:
+    made = machine.cubins.get("decode.cu", DEFINES, "sm_86")
+    [entry] = _kept(tmp_path)
+    entry.unlink()
+    if what == "pipe":
+        os.mkfifo(entry)
+    elif what == "endless":
+        entry.symlink_to("/dev/zero")
+    elif what == "huge":
+        entry.touch()
+        os.truncate(entry, 1 << 40)
+    else:
+        entry.mkdir()
+    kept = what == "huge"
+    with contextlib.nullcontext() if kept else pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert machine.cubins.get("decode.cu", DEFINES, "sm_86") == made
+    assert len(machine.compiled) == 2
+    assert entry.is_file() == kept
 
 
 def test_a_write_that_fails_leaves_nothing(

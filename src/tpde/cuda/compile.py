@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tpde.cuda.capability import INSTALL, bindings, cuda_core
-from tpde.errors import CompileError, InvalidDestination, MissingDependency
+from tpde.errors import CompileError, InvalidDestination, InvalidInput, MissingDependency
 from tpde.io.sinks import FileSink
+from tpde.io.sources import open_regular
+
+_MOST_BYTES = 64 << 20  # of an entry; kernels have less than 1 MiB
 
 
 @functools.cache
@@ -161,8 +164,11 @@ class Cubins:
     def _kept(self, path: Path) -> bytes:
         """An entry that is there and whole, or nothing."""
         try:
-            entry = path.read_bytes()
-        except OSError:
+            with os.fdopen(open_regular(path), "rb") as file:
+                entry = file.read(_MOST_BYTES + 1)
+        except (OSError, InvalidInput):
+            return b""
+        if len(entry) > _MOST_BYTES:
             return b""
         if len(entry) > 32 and hashlib.sha256(entry[32:]).digest() == entry[:32]:
             return entry[32:]
