@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 from support.backends import MadeBackend
 from support.cuda_modules import Code, Machine
+from support.emulated import CPU
 
 from tpde.codec.native import MOST_PARAMETERS, CoreLaunch, core
 from tpde.cuda.backend import current, launching_on
 from tpde.cuda.compile import Nvrtc, cache_directory
+from tpde.cuda.product_ways import KERNELS
+from tpde.cuda.tuning import table_of
 from tpde.errors import MissingDependency, UnsupportedDevice
 from tpde.io.sinks import FileSink
 
@@ -48,6 +51,18 @@ def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("TPDE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == tmp_path / ".cache" / "tpde"
+
+
+def test_nothing_is_kept_for_a_user_without_a_home(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> Any:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME", "TPDE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.warns(RuntimeWarning, match="cannot be kept in .* set TPDE_CACHE_DIR"):
+        assert machine.cubins.get("decode.cu", DEFINES, "sm_86")
+    assert not table_of(CPU, KERNELS).choices
 
 
 def _kept(tmp_path: Path) -> list[Path]:

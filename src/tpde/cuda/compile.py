@@ -133,7 +133,15 @@ def cache_directory() -> Path:
     chosen = os.environ.get("TPDE_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpde"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "tpde"
+
+
+def _home() -> Path:
+    """The user's home; where nothing can be kept, if none is known, as of a number without a name."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 class Cubins:
