@@ -141,7 +141,7 @@ class Machine:
         return self.refused
 
     def _clusters(self, config: Any, stream: Any) -> int:
-        self.asked.append(("occupancy", config, stream))
+        self.asked.append(("occupancy", config, stream, self.current))
         return 15
 
     def _attribute(self, *given: Any) -> tuple[Any, ...]:

@@ -280,10 +280,11 @@ def test_a_thread_without_a_context_gets_the_devices(machine: Machine, before: i
 
 
 def test_clusters_that_run_at_a_time(machine: Machine) -> None:
-    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0)
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 3)
     assert made.clusters_at_once(8, 64, 1000) == 15
     given = {"grid": 1, "cluster": 8, "block": 64, "shmem_size": 1000}
-    assert machine.asked[-1] == ("occupancy", given, "legacy")
+    assert machine.asked[-1] == ("occupancy", given, "legacy", 3)  # on the kernel's device
+    assert machine.current == 5
 
 
 # ---- which one ----

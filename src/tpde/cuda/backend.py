@@ -199,7 +199,13 @@ class _CudaKernel:
     def clusters_at_once(self, cluster: int, block: int, shared: int) -> int:
         config = cuda_core().LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
         self.enter()
-        return int(self._made.occupancy.max_active_clusters(config, stream=cuda_core().LEGACY_DEFAULT_STREAM))
+        before = call(self._driver.cuCtxGetCurrent(), "asking for the current context")
+        cuda_core().Device(self._device).set_current()  # others may have no room, or run no such kernels
+        try:
+            occupancy, stream = self._made.occupancy, cuda_core().LEGACY_DEFAULT_STREAM
+            return int(occupancy.max_active_clusters(config, stream=stream))
+        finally:
+            call(self._driver.cuCtxSetCurrent(before), "restoring the current context")
 
     def enter(self) -> None:
         """Have a context in this thread: PyTorch's for backward passes have none before they launch."""
