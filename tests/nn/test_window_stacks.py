@@ -12,8 +12,9 @@ from support.models import assert_same_bits, torch
 from tpde.codec import window_plan, window_stacks
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedVersion
 from tpde.nn import PackedTensor
-from tpde.weights.experts_in_windows import can_be_experts
+from tpde.weights.expert_products import can_be_experts
 from tpde.weights.packed_tensor import rebuild_tensor
+from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
 
 
@@ -106,3 +107,22 @@ def test_what_can_be_experts() -> None:
         ((0, 6, 8), [(0, 6, 8)], False),
     ):
         assert not can_be_experts(shape, parts, turned)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda it: WindowedExperts.of_plain(it, "it", 1e9, False),  # a stack of half of them
+        lambda it: Windowed.of_plain(it.view(32, 8), "it", 1e9),
+        lambda it: Windowed.of_plain(it.view(8, 32), "it", 1e9),
+    ],
+    ids=["stacks", "rows", "columns"],
+)
+def test_windows_of_other_matrices_are_not_multiplied_as_experts(part: Any) -> None:
+    """As somebody's pickle may have them: kernels would write beyond what they are given."""
+    plain = words(4, 8, 16)
+    sources = [part(it.contiguous()) for it in plain.split(2)]
+    blobs, names = [it.memory for it in sources], ["a", "b"]
+    made = rebuild_tensor(blobs, names, (4, 8, 16), "it", 0)
+    assert not made.multiplies
+    assert_same_bits(made.decoded(), plain)

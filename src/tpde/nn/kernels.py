@@ -20,7 +20,8 @@ from tpde.nn.replace import finish, packed_modules
 from tpde.nn.routed import projections, why_not
 from tpde.nn.routing import fused as of_experts
 from tpde.weights.active_delta import ALWAYS
-from tpde.weights.experts_in_windows import can_be_experts, experts_in_windows
+from tpde.weights.expert_products import can_be_experts
+from tpde.weights.experts_in_windows import experts_in_windows
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident

@@ -22,6 +22,27 @@ from tpde.weights.windowed_experts import WindowedExperts
 _X_WORDS = X_AT // 2
 
 
+def can_be_experts(shape: Sequence[int], parts: Sequence[Sequence[int]], turned: bool) -> bool:
+    """Whether tensors that make up a weight of three dimensions can be its experts in the window layout.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the weight.
+    parts : sequence of sequence of int
+        Shapes of what it is made of, in the order of its memory.
+    turned : bool
+        Whether it is multiplied from the left.
+    """
+    if len(shape) != 3 or 0 in shape:
+        return False
+    if len(parts) == 1:
+        return tuple(parts[0]) == tuple(shape)
+    each, rest = divmod(len(parts), shape[0])
+    one = (shape[1] // max(each, 1), shape[2])
+    return not turned and not rest and each * one[0] == shape[1] and all(tuple(it) == one for it in parts)
+
+
 class Experts:
     """The experts of a weight of three dimensions, all of whose sources are in the window layout.
 

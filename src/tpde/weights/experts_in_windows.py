@@ -16,27 +16,6 @@ from tpde.weights.windowed_experts import WindowedExperts
 _TOGETHER_BYTES = 256 << 20  # of plain matrices that are encoded at a time
 
 
-def can_be_experts(shape: Sequence[int], parts: Sequence[Sequence[int]], turned: bool) -> bool:
-    """Whether tensors that make up a weight of three dimensions can be its experts in the window layout.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the weight.
-    parts : sequence of sequence of int
-        Shapes of what it is made of, in the order of its memory.
-    turned : bool
-        Whether it is multiplied from the left.
-    """
-    if len(shape) != 3 or 0 in shape:
-        return False
-    if len(parts) == 1:
-        return tuple(parts[0]) == tuple(shape)
-    each, rest = divmod(len(parts), shape[0])
-    one = (shape[1] // max(each, 1), shape[2])
-    return not turned and not rest and each * one[0] == shape[1] and all(tuple(it) == one for it in parts)
-
-
 def parts_in_windows(plain: Sequence[Tensor], names: Sequence[str]) -> list[Windowed] | None:
     """Contiguous bf16 matrices of one shape in the window layout, in one memory; None if one has none."""
     made = window_stacking.encode_together(plain)

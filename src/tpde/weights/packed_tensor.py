@@ -13,7 +13,7 @@ from torch import Tensor
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob_header import align
 from tpde.weights.active_delta import ActiveDelta
-from tpde.weights.expert_products import Experts
+from tpde.weights.expert_products import Experts, can_be_experts
 from tpde.weights.pickled import Digests, pickled_sources, what_is_pickled
 from tpde.weights.source import ALIGN, Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import Span
@@ -229,7 +229,7 @@ class PackedTensor:
             user.frozen()
 
     def _forget(self) -> None:
-        whole = len(self.parts) == 1 or len(self.shape) == 3
+        whole = len(self.parts) == 1 or can_be_experts(self.shape, [it.shape for it, _ in self.parts], False)
         self.multiplies = whole and all(source.multiplies for source, _ in self.parts)
         self._experts: Experts | None = None
         self._versions = [source.version for source, _ in self.parts]
