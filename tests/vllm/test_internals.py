@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,43 @@ def test_all_that_is_relied_on_is_there() -> None:
     for name in ("utils.nothing_of_this_name", "offloader.prefetch.PrefetchOffloader.nothing"):
         with pytest.raises(AttributeError):
             find(f"model_executor.{name}")
+
+
+def test_what_computes_with_tensors_has_these_names() -> None:
+    """Or its module is not in this version. Not imported: some need what the CPU build has not."""
+    from pathlib import Path
+
+    from tpde.integrations.vllm.relied_on import COMPUTING
+
+    for name in COMPUTING:
+        module, _, last = name.rpartition(".")
+        spec = importlib.util.find_spec(f"vllm.{module}")
+        if spec is not None:
+            assert f"class {last}(" in Path(str(spec.origin)).read_text()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_what_is_computed_with_stays_on_the_host(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Molmo puts a large tensor, for which there is no room on the device, and a small one together."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import DefaultModelLoader
+    from vllm.model_executor.models.molmo import MolmoForCausalLM
+
+    from tpde.integrations.vllm import adjacent_tensors, internals, loader
+
+    class Adapted(MolmoForCausalLM):  # type: ignore[misc]
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    files = [("wte.embedding", torch.ones(64, 64)), ("wte.new_embedding", torch.ones(2, 64))]
+    monkeypatch.setattr(internals, "takes_all_weights", lambda: True)
+    monkeypatch.setattr(adjacent_tensors, "free_bytes", lambda device: 8 * files[1][1].nbytes)
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", lambda *_: iter(files))
+    config = SimpleNamespace(quantization="tpde")
+    model = torch.nn.Sequential(Adapted() if computes else torch.nn.Linear(2, 2))
+    coming = loader.TpdeModelLoader(LoadConfig()).get_all_weights(config, model)
+    moved = [tensor is not given for (_, tensor), (_, given) in zip(coming, files, strict=True)]
+    assert moved == [False, not computes]
 
 
 def test_private_attributes_are_named() -> None:

@@ -290,7 +290,7 @@ def test_damage_in_what_is_stored_plain_is_found(models: dict[str, Path], tmp_pa
     config = SimpleNamespace(model=str(folder), model_weights="", revision=None, quantization="tpde")
     loader = TpdeModelLoader(LoadConfig(load_format="safetensors"))
     with pytest.raises(Corrupt, match=name):
-        list(loader.get_all_weights(config, SimpleNamespace()))
+        list(loader.get_all_weights(config, torch.nn.Module()))
 
 
 @pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["files", "dummy"])

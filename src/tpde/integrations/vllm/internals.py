@@ -36,7 +36,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.version import __version_tuple__
 
-from tpde.integrations.vllm.relied_on import SINCE
+from tpde.integrations.vllm.relied_on import COMPUTING, SINCE
 
 __all__ = [
     "CuMemBackend",
@@ -123,6 +123,17 @@ def takes_all_weights() -> bool:
     if config.model_config.enable_sleep_mode or how.world_size > 1 or how.enable_expert_parallel:
         return False
     return not _offload_backend()
+
+
+def computes_with_tensors(model: Any) -> bool:
+    """Whether a model's code computes with tensors from files, and wants all of them in one place.
+
+    That is the host, as of plain models: on a GPU, exponentials and sums have other bits. Molmo puts two
+    tensors together.
+    """
+    classes = {base for it in {type(it) for it in model.modules()} for base in it.__mro__}
+    names = {f"{it.__module__}.{it.__qualname__}" for it in classes}
+    return any(f"vllm.{it}" in names for it in COMPUTING)
 
 
 def head_classifies() -> bool:

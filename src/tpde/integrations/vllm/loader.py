@@ -214,6 +214,8 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(model_config, model)
         if not self._is_packed:
             return weights
+        if internals.computes_with_tensors(model):
+            return each_once((name, it.cpu()) for name, it in unpacked(weights))
         return each_once(unpacked(weights, whole=internals.takes_all_weights()))
 
     def _prepare_weights(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

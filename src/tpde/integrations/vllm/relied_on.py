@@ -46,3 +46,14 @@ RELIED_ON = {
 }
 # Versions before which there is nothing of some of these names to rely on.
 SINCE = {"device_allocator.sleep_mode_backend.CuMemBackend.discard": (0, 31)}
+# Classes of models and layers that compute with tensors from files before layers take them.
+COMPUTING = (
+    "model_executor.layers.mamba.mamba_mixer.MambaMixer",
+    "model_executor.models.bailing_moe.BailingMoeForCausalLM",
+    "model_executor.models.jina.JinaEmbeddingsV5DecoderModel",
+    "model_executor.models.jina.JinaEmbeddingsV5EncoderModel",
+    "model_executor.models.mllama4.Llama4ForConditionalGeneration",
+    "model_executor.models.molmo.MolmoForCausalLM",
+    "model_executor.models.molmo2.Molmo2ForConditionalGeneration",
+    "model_executor.models.sarvam.SarvamMLAForCausalLM",
+)
