@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from support.craft import (
 
 from tpde.codec import reference
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.files.checked_reads import stream
 from tpde.files.reader import PackedFile
 
 
@@ -68,6 +70,14 @@ def test_a20_a_few_bytes_that_describe_an_exbibyte() -> None:
         out = np.empty(5, np.uint8)
         file.tensor("x").read((1 << 59) + 1, (1 << 59) + 6, out)
         assert out.tobytes() == b"\x3f\x80\x3f\x80\x3f"
+
+    header.words = header.segment_words = 1 << 40  # fewer pieces, lest a list of them fill the memory
+    header.shape = (header.words,)
+    blob = reseal(header.serialize(), header.tables_at)
+    read = mock.Mock(side_effect=KeyboardInterrupt)
+    # When the whole is read, a piece at a time is.
+    with bounded(16), PackedFile(file_of(blob)) as file, pytest.raises(KeyboardInterrupt):
+        stream(file.tensor("x"), 1, read)
 
 
 @pytest.mark.parametrize("field", ["context", "reserved", "reserved_2"])

@@ -18,9 +18,10 @@ def stream(tensor: StoredTensor, threads: int, take: Callable[[int, Bytes], None
 
     The piece is valid only during the call.
     """
-    hasher, pieces = xxhash.xxh3_128(), list(tensor.pieces())
-    buffer = np.empty(max([end - begin for begin, end in pieces], default=0), np.uint8)
-    for begin, end in pieces:
+    hasher, buffer = xxhash.xxh3_128(), np.empty(0, np.uint8)
+    for begin, end in tensor.pieces():  # not listed: an exbibyte of equal words has 2^37
+        if end - begin > buffer.size:
+            buffer = np.empty(end - begin, np.uint8)
         piece = buffer[: end - begin]
         tensor.read(begin, end, piece, threads)
         hasher.update(piece.data)
