@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -187,3 +189,51 @@ def test_each_thread_has_zstd_contexts_of_its_own() -> None:
     thread.join()
     assert zstd._own.decompressor is mine
     assert theirs[0] is not mine
+
+
+_ENDING = """
+import atexit, threading, time
+from tpde.codec import pool
+
+def work():
+    done = []
+    while threading.main_thread().is_alive() and {late}:
+        time.sleep(0.01)
+    beside = pool.Beside()
+    results = [beside.submit(done.append, i) for i in range(9)]
+    assert [it.result() for it in results] == [None] * 9
+    assert done == list(range(9))
+    failed = beside.submit(lambda: 1 // 0)
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    beside.shutdown()
+    assert pool.each(str, range(5), seconds=60, threads=3) == list("01234")
+    assert pool.each(str, range(5), seconds=60, threads=3, shared=True) == list("01234")
+    assert pool.begin(lambda: 7, seconds=60)() == 7
+    print("all of it")
+"""
+
+
+@pytest.mark.parametrize("late", ["thread", "function"])
+@pytest.mark.parametrize("used", [False, True])
+def test_at_the_interpreters_end_callers_do_it_themselves(late: str, used: bool) -> None:
+    """In a thread that it waits for, and in a function that it calls."""
+    script = _ENDING.format(late=late == "thread")
+    if used:
+        script += "pool.each(str, range(5), seconds=60, threads=3, shared=True)\n"
+    script += "threading.Thread(target=work).start()" if late == "thread" else "atexit.register(work)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("all of it\n", "")
+
+
+def test_what_is_submitted_late_comes_after_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, may_end, seen = pool.Beside(), threading.Event(), list[int]()
+
+    def refuse(*_: object) -> None:
+        threading.Timer(0.05, may_end.set).start()
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    beside.submit(lambda: may_end.wait(60) and seen.append(1))
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    beside.submit(seen.append, 2)
+    assert seen == [1, 2]
+    beside.shutdown()

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import ParamSpec, TypeVar, cast
 
 MAX_THREADS = 256
 # Handing work to waiting threads and back took 45 us (2 threads) to 110 us (8) on a 2.5 GHz Xeon, making a
 # pool for it 0.27 to 4.2 ms. What takes one thread less than this is never shared, and needs no measurement.
 LEAST_SECONDS = 30e-6
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -46,13 +48,60 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def _submit(function: Callable[[], T]) -> Future[T] | None:
+    """Have the pool call a function; None if it does not: at the interpreter's end executors take nothing."""
+    try:
+        return _kept().submit(function)
+    except RuntimeError:
+        return None
+
+
+class Beside(Executor):
+    """A thread beside others, which does one thing after the other.
+
+    At the interpreter's end, when executors take nothing any more, callers do the rest themselves: what a
+    thread saves then, or a function that is called at exit, is saved.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "tpde")
+        self._last: Future[object] | None = None
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Do it, after all before."""
+        if self._executor is not None:
+            try:
+                made = self._executor.submit(fn, *args, **kwargs)
+            except RuntimeError:
+                if self._last is not None:
+                    wait([self._last])
+                self._executor.shutdown(cancel_futures=True)  # it may have taken what it found no thread for
+                self._executor = None
+            else:
+                self._last = cast("Future[object]", made)
+                return made
+        done = Future[T]()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait, cancel_futures=cancel_futures)
+
+
 @functools.cache
 def hand_off(threads: int) -> float:
     """Seconds that sharing work among threads costs here: measured once a process, in about 1 ms."""
 
     def once() -> float:
         start = time.perf_counter()
-        for future in [_kept().submit(int) for _ in range(threads - 1)]:
+        for future in [_submit(int) for _ in range(threads - 1)]:
+            if future is None:
+                return math.inf
             future.result()
         return time.perf_counter() - start
 
@@ -115,10 +164,11 @@ def each(
             except BaseException as error:
                 errors[k] = error
 
-    futures = [_kept().submit(work) for _ in range(workers - 1)]
+    futures = [_submit(work) for _ in range(workers - 1)]
     work()
     for future in futures:
-        future.result()
+        if future is not None:
+            future.result()
     if errors:
         raise errors[min(errors)]
     return [results[k] for k in range(len(numbers))]
@@ -142,4 +192,16 @@ def begin(function: Callable[[], T], *, seconds: float) -> Callable[[], T]:
     if not pays(seconds, 2):
         found = function()
         return lambda: found
-    return _kept().submit(function).result
+    made, claim = Future[T](), threading.Lock()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):  # the pool took what it found no thread for, and calls it later
+            return
+        try:
+            made.set_result(function())
+        except BaseException as error:
+            made.set_exception(error)
+
+    if _submit(run) is None:
+        run()
+    return made.result

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import cast
 
 import xxhash
 
 from tpde.codec.native import Bytes, as_bytes
+from tpde.codec.pool import Beside
 from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor, sample_ranges
 from tpde.files import writer_errors
 from tpde.files.packed_header import checked_metadata, data_start, packed_header
@@ -96,7 +96,7 @@ class FileWriter:
         self._start = data_start(self._specs, self._metadata, header)
         self._at = 0
         # One thread may do everything; with more, hashing and writing go on beside encoding.
-        self._background = ThreadPoolExecutor(1, "tpde") if self.threads > 1 else None
+        self._background = Beside() if self.threads > 1 else None
         self._sink: ByteSink = (
             cast(ByteSink, destination)
             if hasattr(destination, "commit")

@@ -5,7 +5,7 @@ What is written depends on the bytes alone, never on how they were cut into piec
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +86,7 @@ class TensorWriter:
         Which codec to use if it shrinks.
     may_pack : bool
         False if it must stay plain.
-    background : ThreadPoolExecutor, optional
+    background : Executor, optional
         Where pieces are hashed and written while others are encoded.
     """
 
@@ -99,7 +99,7 @@ class TensorWriter:
         threads: int,
         codec: CodecName,
         may_pack: bool,
-        background: ThreadPoolExecutor | None,
+        background: Executor | None,
     ) -> None:
         self.spec, self.offset, self.size = spec, offset, 0
         self._sink, self._threads, self._codec, self._background = sink, threads, codec, background
