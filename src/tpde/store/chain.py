@@ -49,8 +49,9 @@ def steps_in(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
+        hint = "change its permissions" if isinstance(error, PermissionError) else "name a folder"
         raise InvalidInput(
-            f"`{folder}` cannot be listed: {error.strerror}", hint="name a folder", where=str(folder)
+            f"`{folder}` cannot be listed: {error.strerror}", hint=hint, where=str(folder)
         ) from error
     return sorted(found)
 

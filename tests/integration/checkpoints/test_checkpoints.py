@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -211,6 +214,13 @@ def test_wrong_calls_are_refused_and_change_nothing(
         assert {it.name: it.read_bytes() for it in tmp_path.iterdir()} == before
         store.save(np.int64(4), {"x": 4})
         assert store.load() == {"x": 4}
+
+
+def test_a_folder_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(errno.EACCES, "denied")))
+    with pytest.raises(InvalidInput, match="cannot be listed: denied") as caught:
+        CheckpointStore(tmp_path).load()
+    assert caught.value.hint == "change its permissions"
 
 
 def test_a_folder_of_a_steps_name_is_no_step(tmp_path: Path) -> None:
