@@ -132,6 +132,9 @@ def fail(error: BaseException) -> int:
         message = f"`{os.fsdecode(error.filename)}`: {error.strerror or error}"
         if error.errno in _NO_ROOM:
             hint = "make room, or choose another destination"
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:  # files are named, stdout has no name
+        message = f"the output cannot be printed: {error.strerror}"
+        hint = "make room, or send it elsewhere"
     else:
         message = str(error)
     say("error", message, "1;31")
