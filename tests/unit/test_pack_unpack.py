@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,29 @@ def test_a_source_may_be_removed_while_it_is_read(kind: str, there: Path) -> Non
     )
     assert not (there / kind).exists()
     assert (done.source_bytes, done.destination_bytes) == (size, (there / "out").stat().st_size)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_source_that_changes_while_it_is_packed(replaced: bool, there: Path) -> None:
+    """A file with some tensors of before and some of after is none; one that is replaced stays whole."""
+    source, out, other = there / "plain", there / "out", there / "other"
+
+    def change(_: int) -> None:
+        if not replaced:
+            source.write_bytes(spoilt.PLAIN)
+            os.utime(source, ns=(5, 5))
+        else:
+            other.write_bytes(b"another")
+            other.replace(source)
+
+    if replaced:
+        tpde.pack(source, out, progress=change)
+        tpde.unpack(out, there / "back")
+        assert (there / "back").read_bytes() == spoilt.PLAIN
+    else:
+        with pytest.raises(InvalidInput, match="plain` changed while it was packed"):
+            tpde.pack(source, out, progress=change)
+        assert sorted(it.name for it in there.iterdir()) == ["packed", "plain"]
 
 
 def test_summaries_say_what_was_done(there: Path) -> None:

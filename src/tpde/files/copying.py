@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -121,7 +122,7 @@ def finish_folders(root: Path, folder: Path, names: tuple[str, ...]) -> None:
 
 
 class Unchanged:
-    """Finds out whether a file was changed while it was read more than once."""
+    """Finds out whether a file was changed while it was read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,3 +153,15 @@ class Unchanged:
                 hint="pack again when nothing writes to it",
                 where=str(self.path),
             )
+
+    def require_in_place(self) -> None:
+        """Make sure of it, unless it was removed or replaced: what is open stays as it was then.
+
+        Raises
+        ------
+        InvalidInput
+            If it was.
+        """
+        with contextlib.suppress(MissingShard):
+            if self._look()[0] == self._before[0]:
+                self.require()

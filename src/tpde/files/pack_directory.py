@@ -95,10 +95,10 @@ class _Packing:
                 codec=codec,
                 force=False,
                 progress=progress,
+                check=unchanged.require,
             )
         finally:
             opened.close()
-        unchanged.require()
         self.note(made, {"sha256": digits})
         self.results.append(result.at(self.destination / made))
 

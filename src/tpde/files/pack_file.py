@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tpde.codec.selection import MIN_BYTES, CodecName
-from tpde.files.copying import mode_of
+from tpde.files.copying import Unchanged, mode_of
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_blocks
 from tpde.files.inputs import TensorSource, open_source, read_pieces, read_sample
@@ -27,10 +27,18 @@ def pack_file(
     progress: Progress = no_progress,
 ) -> Result:
     """Pack one file."""
+    unchanged = Unchanged(source)
     opened = open_source(source)
     try:
         return pack_opened(
-            opened, source, destination, threads=threads, codec=codec, force=force, progress=progress
+            opened,
+            source,
+            destination,
+            threads=threads,
+            codec=codec,
+            force=force,
+            progress=progress,
+            check=unchanged.require_in_place,
         )[0]
     finally:
         opened.close()
@@ -45,8 +53,12 @@ def pack_opened(
     codec: CodecName,
     force: bool,
     progress: Progress = no_progress,
+    check: Callable[[], None],
 ) -> tuple[Result, set[str]]:
-    """Pack a file that is open, with its permissions; returns the names of the packed tensors, too."""
+    """Pack a file that is open, with its permissions; returns the names of the packed tensors, too.
+
+    `check` is called when all is read: where it raises, no file appears.
+    """
     with FileWriter(
         destination,
         opened.specs,
@@ -58,6 +70,7 @@ def pack_opened(
         mode=mode_of(source),
     ) as writer:
         pack_tensors(opened, writer, progress)
+        check()
     packed = writer.packed_names()
     sizes = opened.size, destination.stat().st_size  # the source may be gone by now
     return Result(str(source), str(destination), *sizes, len(opened.specs), len(packed)), packed

@@ -136,8 +136,8 @@ MUTANTS = (
     mutant(
         "a-shard-that-changes-while-it-is-packed",
         "files/pack_directory.py",
-        "        unchanged.require()\n",
-        "",
+        "check=unchanged.require,",
+        "check=lambda: None,",
         "a manifest has the hash of what is not packed",
         "malformed/test_changes.py",
     ),
