@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,23 @@ def test_a_report_says_what_changed_and_progress_counts_the_target(tmp_path: Pat
         done: list[int] = []
         call(done.append)
         assert sum(done) == size
+
+
+@pytest.mark.parametrize("which", ["base", "target"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_files_that_change_while_they_are_compared(which: str, folder: bool, tmp_path: Path) -> None:
+    """Else the delta would be from or to a state that never was."""
+    paths = {name: tmp_path / name for name in ("base", "target")}
+    for name, path in paths.items():
+        if folder:
+            path.mkdir()
+            paths[name] = path / "model.safetensors"
+        paths[name].write_bytes(spoilt.PLAIN)
+
+    def change(_: int) -> None:
+        paths[which].write_bytes(spoilt.PLAIN)
+        os.utime(paths[which], ns=(5, 5))
+
+    with pytest.raises(InvalidInput, match=f"{which}.*` changed while it was read"):
+        diff(tmp_path / "base", tmp_path / "target", tmp_path / "delta", progress=change)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["base", "target"]

@@ -152,7 +152,7 @@ def test_a_shard_that_changes_between_hashing_and_packing(
 
     monkeypatch.setattr(os, "preadv", changing)
     if told:
-        with pytest.raises(InvalidInput, match=r"00001-of-00002.safetensors` changed while it was packed"):
+        with pytest.raises(InvalidInput, match=r"00001-of-00002.safetensors` changed while it was read"):
             pack(source, tmp_path / "packed")
         assert not (tmp_path / "packed").exists()
     else:

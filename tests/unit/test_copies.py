@@ -216,7 +216,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     unchanged = Unchanged(path)
     unchanged.require()
     path.write_bytes(b"4567")  # of the same size
-    with pytest.raises(InvalidInput, match=r"`.*x` changed while it was packed"):
+    with pytest.raises(InvalidInput, match=r"`.*x` changed while it was read"):
         unchanged.require()
     path.write_bytes(b"01234")
     os.utime(path, ns=(5, 5))

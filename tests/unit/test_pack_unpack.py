@@ -66,7 +66,7 @@ def test_a_source_that_changes_while_it_is_packed(replaced: bool, there: Path) -
         tpde.unpack(out, there / "back")
         assert (there / "back").read_bytes() == spoilt.PLAIN
     else:
-        with pytest.raises(InvalidInput, match="plain` changed while it was packed"):
+        with pytest.raises(InvalidInput, match="plain` changed while it was read"):
             tpde.pack(source, out, progress=change)
         assert sorted(it.name for it in there.iterdir()) == ["packed", "plain"]
 

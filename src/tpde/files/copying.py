@@ -149,8 +149,8 @@ class Unchanged:
         """
         if self._look() != self._before:
             raise InvalidInput(
-                f"`{self.path}` changed while it was packed",
-                hint="pack again when nothing writes to it",
+                f"`{self.path}` changed while it was read",
+                hint="try again when nothing writes to it",
                 where=str(self.path),
             )
 

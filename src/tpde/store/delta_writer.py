@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,6 +176,7 @@ def write_delta_file(
     threads: int,
     force: bool,
     progress: Progress = no_progress,
+    check: Callable[[], None] = lambda: None,
 ) -> Head:
     """Write a delta to a file, from what the states read; it appears when it is complete. Returns what it is.
 
@@ -189,12 +190,16 @@ def write_delta_file(
         How many compare and encode.
     force : bool
         Replace an existing file.
+    check : callable
+        Called when all is read: where it raises, no file appears.
     """
     comparer = HostComparer(base, target, threads)
     with committed(FileSink(path, force=force)) as sink:
-        return write_delta(
+        head = write_delta(
             base, target, sink, hint=hint, fast=fast, comparer=comparer, threads=threads, progress=progress
         )
+        check()
+        return head
 
 
 def hint_for(base: Path, destination: Path) -> str:

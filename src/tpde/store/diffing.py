@@ -14,7 +14,7 @@ from tpde.io.sinks import refuse_file
 from tpde.memory.garbage import collecting_later
 from tpde.store.delta_report import DeltaReport, report_of
 from tpde.store.delta_writer import hint_for, write_delta_file
-from tpde.store.open_state import open_state, stands_on
+from tpde.store.open_state import open_state, require_unchanged, stands_on
 from tpde.store.states import State
 
 
@@ -76,8 +76,13 @@ def diff(
             refuse_nested(source, out)
         _refuse_unlike(old, new)
         _refuse_unrelated(old, new)
+
+        def check() -> None:
+            require_unchanged(old)
+            require_unchanged(new)
+
         head = write_delta_file(
-            old, new, out, hint=hint, fast=fast, threads=count, force=force, progress=progress
+            old, new, out, hint=hint, fast=fast, threads=count, force=force, progress=progress, check=check
         )
         return report_of(head, str(out), out.stat().st_size)
 

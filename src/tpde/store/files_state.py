@@ -11,6 +11,7 @@ import xxhash
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, NotSafetensors
+from tpde.files.copying import Unchanged
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.files.reader import PackedFile
@@ -35,6 +36,7 @@ class FilesState:
     def __init__(self, path: Path | bytes) -> None:
         self.name = "<bytes>" if isinstance(path, bytes) else str(path)
         self._open: dict[str, PackedFile] = {}
+        self._plain: list[Unchanged] = []  # packed files have hashes
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
@@ -70,6 +72,8 @@ class FilesState:
             error.hint = "deltas are taken between safetensors files, and directories of them"
             raise
         self.headers[name] = file.source_header() if file.is_packed else file.container.header
+        if isinstance(path, Path) and not file.is_packed:
+            self._plain.append(Unchanged(path))
         container = parse_header(self.headers[name], f"`{file.source.name}`")
         self.specs.update({(name, tensor): spec for tensor, spec in container.specs.items()})
 
@@ -100,6 +104,17 @@ class FilesState:
             parts.append(np.empty(end - begin, np.uint8))
             tensor.read(begin, end, parts[-1], threads)
         return parts
+
+    def require_unchanged(self) -> None:
+        """Make sure that no plain file was changed since it was opened: what was read would be of two states.
+
+        Raises
+        ------
+        InvalidInput
+            If one was.
+        """
+        for file in self._plain:
+            file.require_in_place()
 
     def close(self) -> None:
         """Close all files."""

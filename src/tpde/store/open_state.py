@@ -76,6 +76,20 @@ def stands_on(state: State) -> list[Path]:
     return [*found, Path(state.name)] if isinstance(state, FilesState) else found
 
 
+def require_unchanged(state: State) -> None:
+    """Make sure that no plain file that a state is read from was changed since it was opened.
+
+    Raises
+    ------
+    InvalidInput
+        If one was.
+    """
+    while isinstance(state, DeltaState):
+        state = state.base
+    if isinstance(state, FilesState):
+        state.require_unchanged()
+
+
 def base_path(delta: DeltaFile) -> Path:
     """Where a delta's base was when it was made.
 
