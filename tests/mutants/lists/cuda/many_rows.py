@@ -139,8 +139,8 @@ MUTANTS = (
     mutant(
         "clusters-asked-for-without-a-context",
         "cuda/backend.py",
-        "        self.enter()\n        return int(",
-        "        return int(",
+        "        self.enter()\n        before = call(",
+        "        before = call(",
         "backward passes fail whose first product is of a matrix that was not prepared",
         "unit/test_cuda_compile.py",
     ),
