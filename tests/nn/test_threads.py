@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -124,3 +128,40 @@ def test_threads_that_wait_for_nobody_take_turns(caplog: pytest.LogCaptureFixtur
         assert_same_bits(result, plain(IDS))
     assert len(results) == 2
     assert not any("waits for a thread" in it.message for it in caplog.records)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_while_a_thread_is_in_a_block() -> None:
+    model = pack_module(Model().to(torch.bfloat16), min_bytes=0)
+    expected, inside, forked = model(IDS), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert forked.wait(WITHIN)
+
+    model.blocks[0].up.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=model, args=(IDS,))
+    thread.start()
+    assert inside.wait(WITHIN)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            code = 0 if torch.equal(model(IDS), expected) else 2
+        finally:
+            os._exit(code)
+    forked.set()
+    thread.join()
+    until = time.monotonic() + WITHIN
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the forked process waits for a thread that it does not have")

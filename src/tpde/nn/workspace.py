@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -105,6 +106,19 @@ class Workspace:
         self.beside: set[int] = set()
         # The buffer's memory, of which all views are made: its version says whether one was written to.
         self._written: Tensor | None = None
+        _SPACES.add(self)
+
+    def renew(self) -> None:
+        """Take the lock, after a fork, from a thread that is not here: not from this one."""
+        self.beside &= {get_ident()}
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return
+        self.lock = threading.RLock()
+        self.thread = self.depth = 0
+        self.group, self._several = None, False  # no stream is told: a forked process cannot use its device
+        self.some.clear()
+        self._drop()
 
     def enter(self) -> bool:
         """Take the lock.
@@ -281,6 +295,19 @@ class Workspace:
                 self._several = True
                 stream.wait_stream(self._stream)
             self._stream, self._handle = stream, handle
+
+
+_SPACES: weakref.WeakSet[Workspace] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Renew all: of the threads, this process has the one that forked."""
+    for space in list(_SPACES):
+        space.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Pool:
