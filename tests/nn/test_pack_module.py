@@ -199,6 +199,21 @@ def test_parts_of_a_tied_weight_are_counted_once() -> None:
     assert isinstance(model[0].weight, PackedParameter)
 
 
+def test_weights_that_share_some_memory_stay_plain_and_tied() -> None:
+    model = nn.ModuleList([nn.Linear(64, 32), nn.Linear(32, 64), *(nn.Linear(64, 32) for _ in range(4))])
+    model[1].weight = nn.Parameter(model[0].weight.data.t())
+    model[3].weight.data = model[2].weight.data[:16]
+    both = torch.randn(64, 64)
+    model[4].weight.data, model[5].weight.data = both[:32], both[32:]
+    pack_module(model, min_bytes=0)
+    assert [type(it.weight) for it in model] == [*[nn.Parameter] * 4, *[PackedParameter] * 2]
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[2].weight.zero_()
+    assert not model[1].weight.any()
+    assert not model[3].weight.any()
+
+
 @pytest.mark.parametrize("model", ["llama", {"weight": torch.zeros(2, 2)}])
 def test_what_is_no_module_is_not_packed(model: Any) -> None:
     with pytest.raises(tpde.InvalidArgument, match=r"takes a `torch\.nn\.Module`, not a `(str|dict)`"):

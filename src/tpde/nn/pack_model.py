@@ -76,6 +76,23 @@ def _memory(parameter: nn.Parameter) -> object:
     return (at, *read) if at else id(parameter)
 
 
+def _overlapping(parameters: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Those that share bytes with another one, of different memory: packed alone, they would be untied."""
+    spans = []
+    for it in parameters:
+        if type(it) is nn.Parameter and it.layout is torch.strided and it.numel() and it.data_ptr():
+            last = sum((size - 1) * step for size, step in zip(it.shape, it.stride(), strict=True))
+            begin = it.data_ptr()
+            spans.append((str(it.device), begin, begin + (last + 1) * it.element_size(), it))
+    before: tuple[str, int, int, nn.Parameter] | None = None  # that which ends last
+    for span in sorted(spans, key=lambda span: span[:3]):
+        if before is not None and before[0] == span[0] and span[1] < before[2]:
+            yield from (before[3], span[3])
+            before = max(before, span, key=lambda span: span[2])
+        else:
+            before = span
+
+
 def _check_min_bytes(min_bytes: Any) -> None:
     """Refuse what is no number of bytes.
 
@@ -144,8 +161,11 @@ def _choose(model: nn.Module, min_bytes: int) -> _Chosen:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
                 places.setdefault(memory, []).append((full, parameter, cannot))
+    overlapping = {id(it) for it in _overlapping([uses[0][1] for uses in places.values()])}
     for uses in places.values():
         cannot = next((it for _, _, it in uses if it is not None), None)
+        if id(uses[0][1]) in overlapping:
+            cannot = "such that they share memory with others, but not all of it alike"
         most = next((it for _, it, _ in uses if it.requires_grad), uses[0][1])
         why = _kept(most, cannot, min_bytes, sizes[True] < sizes[False])
         if why is None:
