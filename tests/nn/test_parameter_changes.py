@@ -32,6 +32,7 @@ from tpde.weights.readonly import ReadOnly, guarded
         lambda w: w.data.__setitem__(0, 1.0),
         lambda w: w[0].fill_(0),
         lambda w: w.t().zero_(),
+        lambda w: w.as_subclass(torch.Tensor).add_(1),
         lambda w: w.view(-1)[3:5].mul_(2),
         nn.init.normal_,
         lambda w: setattr(w, "data", torch.zeros_like(w.detach().clone())),

@@ -16,7 +16,7 @@ from tpde.weights import moves, product, queries
 from tpde.weights.packed_memory import Address, Storage, no_memory
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.queries import QUERIES
-from tpde.weights.readonly import Function, changes_first, function_name, guarded, refuse_change
+from tpde.weights.readonly import Function, ReadOnly, changes_first, function_name, guarded, refuse_change
 from tpde.weights.transforms import transformed
 
 T = TypeVar("T")
@@ -90,6 +90,8 @@ def dispatch(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]
         return first.detached()
     if func is torch.ops.aten.copy_.default and isinstance(first, Packed):
         return _SPECIAL[_T.copy_](func, *args)
+    if func is torch.ops.aten.alias.default and isinstance(first, Packed):  # as `as_subclass` asks for
+        return ReadOnly.of(first.plain(), first.packed.name)
     for place, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
         written |= place == 0 and func._schema.name in _RECEIVING
