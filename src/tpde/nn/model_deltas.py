@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from tpde.nn.passes import AroundModel, Passes
 from tpde.nn.plain_copies import Copies
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
+from tpde.store.turn import Turn
 from tpde.weights.active_delta import ActiveDelta, Chosen
 from tpde.weights.changed import Changed, Variant
 from tpde.weights.packed_tensor import PackedTensor
@@ -56,7 +56,7 @@ class Deltas:
         self._tensors: list[PackedTensor] = []
         self._plain: str | None = None  # what plain parameters are under
         self._whole = True  # all of them: what was interrupted may have left some of them under others
-        self._turn = threading.RLock()  # plain parameters are under one delta at a time, for all threads
+        self._turn = Turn()  # plain parameters are under one delta at a time, for all threads
         self._parts: Parts | None = None
         self._methods: list[AroundModel] = []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -36,6 +38,13 @@ class Passes:
         self._ended = threading.Condition()
         self._depth: dict[int, int] = {}  # by threads
         self._waiting = 0  # for all of them to end
+        _PASSES.add(self)
+
+    def renew(self) -> None:
+        """Forget, after a fork, threads that are not here: all but this one."""
+        me = get_ident()
+        self._ended, self._waiting = threading.Condition(), 0
+        self._depth = {me: self._depth[me]} if me in self._depth else {}
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -78,6 +87,19 @@ class Passes:
             finally:
                 self._waiting -= 1
                 self._ended.notify_all()
+
+
+_PASSES: weakref.WeakSet[Passes] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Renew all: of the threads, this process has the one that forked."""
+    for passes in list(_PASSES):
+        passes.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Counted(Protocol):
