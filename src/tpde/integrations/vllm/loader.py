@@ -196,6 +196,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
             internals.track_weights(self)
             before_reading.prepare(model)
+            before_reading.count_plain(model, internals.load_report())
         count_values(model)
         super().load_weights(model, model_config)
 
@@ -240,9 +241,12 @@ class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Fill a model, and have it refuse to be saved if its weights are packed."""
+        from tpde.integrations.vllm import before_reading
+
+        is_packed = model_config.quantization == METHOD
+        if is_packed:
+            before_reading.count_plain(model, internals.load_report())
         count_values(model)
         super().load_weights(model, model_config)
-        if model_config.quantization == METHOD:  # afterwards: vLLM 0.25 asks for state dicts
-            from tpde.integrations.vllm import before_reading
-
+        if is_packed:  # afterwards: vLLM 0.25 asks for state dicts
             before_reading.refuse_saving(model)
