@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import torch
-from support.vllm import close, engine, generate, layers, save_llama
+from support.vllm import close, engine, generate, generated, layers, save_llama
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 
@@ -48,3 +48,10 @@ def test_a_draft_without_embeddings_has_the_models(
     assert drafts.lm_head is found["lm_head"]
     assert generate(llm)
     close(llm)
+
+
+@pytest.mark.quick
+def test_a_packed_draft_of_a_plain_model(models: Models, tmp_path: Path) -> None:
+    how = {"method": "eagle", "model": str(save_eagle(tmp_path)), "num_speculative_tokens": 2}
+    found = generated(models["llama"], speculative_config=how | TPDE)
+    assert found == generated(models["llama"], speculative_config=how)

@@ -69,7 +69,7 @@ def test_one_matrix_for_a_copy(copied: Models, name: str, suffix: str, how: str)
     assert generate(llm) == wanted
     assert shares(llm) == (name == "copy")
     found = layers(llm)
-    report = found["lm_head"].quant_method._report
+    report = found["lm_head"].quant_method.report
     sides = [it.tpde_shape for it in found.values() if "tpde" in it.__dict__]
     sizes = [2 * rows * columns for rows, columns in sides]
     assert report.plain_bytes == sum(sizes) - (sizes[0] if name == "copy" else 0), "what plain vLLM takes"

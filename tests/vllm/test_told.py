@@ -18,17 +18,16 @@ def test_layers_that_no_method_was_asked_for(load_format: str, monkeypatch: pyte
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader
 
-    from tpde.integrations.vllm import internals, loader
+    from tpde.integrations.vllm import loader
     from tpde.integrations.vllm.linear_method import TpdeLinearMethod
     from tpde.integrations.vllm.report import LoadReport
 
     report = LoadReport("fused")
-    monkeypatch.setattr(internals, "load_report", lambda: report)
     for it in (DefaultModelLoader, DummyModelLoader):
         monkeypatch.setattr(it, "load_weights", lambda *_: None)
     layer: Any = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     layer.quant_method = object.__new__(TpdeLinearMethod)
-    layer.quant_method.uses_meta_device = False
+    layer.quant_method.report, layer.quant_method.uses_meta_device = report, False
     tower = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
     left_out = torch.nn.Linear(128, 128, device="meta")
     model = torch.nn.Sequential(layer, tower, tower, left_out, torch.nn.Linear(2, 2))

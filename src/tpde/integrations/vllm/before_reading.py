@@ -12,7 +12,6 @@ from tpde.integrations.vllm.blob_parameter import BlobParameter
 from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
 from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
 from tpde.integrations.vllm.linear_method import TpdeLinearMethod
-from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.pack_model import MIN_BYTES
 
 
@@ -38,13 +37,19 @@ def count_values(model: nn.Module) -> None:
             internals.initialize_online_processing(layer)
 
 
-def count_plain(model: nn.Module, report: LoadReport) -> None:
-    """Count what stays plain since its layer has no method of ours: vLLM made it without asking for one."""
-    asked = set[int]()
+def count_plain(model: nn.Module) -> None:
+    """Count what stays plain since its layer has no method of ours: vLLM made it without asking for one.
+
+    The report is that of the others' methods: vLLM's configuration may be another model's, as of a draft.
+    """
+    asked, report = set[int](), None
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, TpdeLinearMethod | TpdeExpertsMethod):
             asked |= {id(it) for it in layer.parameters(recurse=False)}
+            report = method.report
+    if report is None:
+        return
     for it in model.parameters():
         if id(it) not in asked and not it.is_meta and it.is_floating_point() and it.nbytes >= MIN_BYTES:
             report.plain(it.nbytes, "their layers have no method of tpde's")

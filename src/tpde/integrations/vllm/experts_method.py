@@ -53,7 +53,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def __init__(self, report: LoadReport, plain: Any, room: Room, name: str) -> None:
         super().__init__(plain.moe)
-        self._report, self._plain, self._room, self._name = report, plain, room, name
+        self.report, self._plain, self._room, self._name = report, plain, room, name
         self.experts_cls = plain.experts_cls
         self._stacks: dict[str, ExpertStack] | None = None
         self._multiplies, self._prepared = False, False
@@ -75,7 +75,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if device.type != "cuda":
             return
         for weight in (layer.get_parameter(name) for name in NAMES):
-            fused = self._report.kernels == "fused" and weight.dtype is torch.bfloat16
+            fused = self.report.kernels == "fused" and weight.dtype is torch.bfloat16
             if fused and weight.dim() == 3:
                 experts, rows, columns = weight.shape
                 window_experts.compile_ahead(experts, rows, columns, device.index)
@@ -109,17 +109,17 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name in NAMES:
             weight = layer.get_parameter(name).detach()
             if not weight.is_contiguous() or weight.dim() < 2:
-                self._report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
+                self.report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
                 continue
             matrices = weight.view(len(weight), -1, weight.shape[-1])
             spare = internals.records_graphs()
-            packed = hold(self._report, matrices, f"{self._name}.{name}", spare=spare)
+            packed = hold(self.report, matrices, f"{self._name}.{name}", spare=spare)
             if packed is not None:
                 self._stacks[name] = ExpertStack(layer, name, packed, self._room, end)
                 end = self._stacks[name].end
         for name, loader in loaders.items():  # vLLM brings them experts of other ranks, too, which they leave
             layer.get_parameter(name).weight_loader = loader
-        self._report.room_bytes = self._room.nbytes
+        self.report.room_bytes = self._room.nbytes
         self._choose(layer)
 
     def _reload(self, layer: Any) -> None:
@@ -142,13 +142,13 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _choose(self, layer: Any) -> None:
         """Settle whether few rows are multiplied from windows, and say why not."""
         assert self._stacks is not None
-        if self._report.kernels == "exact" or not self._stacks:
+        if self.report.kernels == "exact" or not self._stacks:
             return
         in_windows = [it.packed.of_experts for it in self._stacks.values()] == [True, True]
         why_not = internals.why_decoded(self._plain, layer) if in_windows else "windows do not hold them"
         self._multiplies = why_not is None
         if why_not is not None and layer.get_parameter(NAMES[0]).is_cuda:
-            self._report.decoded(why_not)
+            self.report.decoded(why_not)
 
     def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
         """The layer with its experts decoded."""

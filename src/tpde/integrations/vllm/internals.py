@@ -104,11 +104,6 @@ def loads_of(layer: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(name, given.arguments) for name, given in get_layerwise_info(layer).loaded_weights]
 
 
-def load_report() -> Any:
-    """The report of the model that is being loaded, which has a `TpdeConfig`."""
-    return get_current_vllm_config().quant_config.report
-
-
 def may_be_draft() -> bool:
     """Whether the model that is being loaded may be another's draft."""
     config: Any = get_current_vllm_config_or_none()

@@ -36,7 +36,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """
 
     def __init__(self, report: LoadReport, name: str) -> None:
-        self._report, self._name = report, name
+        self.report, self._name = report, name
         self.uses_meta_device = not internals.may_be_offloaded(name)
         self._plain = self._plain_method()
 
@@ -51,7 +51,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """
         if not self.uses_meta_device:
             self._plain.create_weights(layer, *args, **kwargs)
-            self._report.awaited += not layer.weight.is_meta  # as of a tower that is left out
+            self.report.awaited += not layer.weight.is_meta  # as of a tower that is left out
             return
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
@@ -62,7 +62,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         weight, device = layer.weight, internals.load_device()
         if device.type != "cuda":
             return
-        if self._report.kernels == "fused" and weight.dtype is torch.bfloat16:
+        if self.report.kernels == "fused" and weight.dtype is torch.bfloat16:
             rows, columns = weight.shape
             window_products.compile_ahead(rows, columns, device.index)
         else:
@@ -77,7 +77,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 return
             if before.packed is not None and layer.weight.data.dtype != torch.uint8:
                 raise refusals.no_reload(self._name)
-            self._report.tell()
+            self.report.tell()
             return
         weight: Tensor = layer.weight
         if weight.is_meta:  # of a layer that the model was made without, as a head for embeddings of texts
@@ -90,20 +90,20 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
         spare = mover is None and internals.records_graphs()
         packed = self._pack(weight.detach().contiguous(), spare)
         if mover is not None:
-            self._report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
+            self.report.on_host(weight.nbytes, weight.nbytes if packed is None else packed.packed_bytes)
         if packed is not None and mover is not None:
             layer.__dict__["tpde"] = OffloadedWeight(layer, packed, self._plain)
             internals.forget_plain(mover)
         else:
             layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
         if not self.uses_meta_device:
-            self._report.awaited -= 1
-            if not self._report.awaited and not self._report.any_on_host:
+            self.report.awaited -= 1
+            if not self.report.awaited and not self.report.any_on_host:
                 raise refusals.nothing_moved()
-            self._report.tell()
+            self.report.tell()
 
     def _pack(self, plain: Tensor, spare: bool) -> PackedTensor | None:
-        return hold(self._report, plain, self._name, spare=spare)
+        return hold(self.report, plain, self._name, spare=spare)
 
     def _reload(self, layer: Any, weight: Weight) -> None:
         weight.reload(layer)
@@ -126,4 +126,4 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def _is_seen(self) -> bool:
         """Whether the compiler is to see what is computed with the decoded weight."""
-        return is_compiling() and self._report.kernels == "exact"
+        return is_compiling() and self.report.kernels == "exact"

@@ -196,7 +196,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
             internals.track_weights(self)
             before_reading.prepare(model)
-            before_reading.count_plain(model, internals.load_report())
+            before_reading.count_plain(model)
         count_values(model)
         super().load_weights(model, model_config)
 
@@ -245,7 +245,7 @@ class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
 
         is_packed = model_config.quantization == METHOD
         if is_packed:
-            before_reading.count_plain(model, internals.load_report())
+            before_reading.count_plain(model)
         count_values(model)
         super().load_weights(model, model_config)
         if is_packed:  # afterwards: vLLM 0.25 asks for state dicts

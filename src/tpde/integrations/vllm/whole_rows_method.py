@@ -40,7 +40,7 @@ class WholeRowsMethod(TpdeLinearMethod):
             self._rank, self._size, input_size_per_partition = layer.tp_rank, layer.tp_size, input_size
             output_partition_sizes = [output_size // layer.tp_size]
             more["weight_loader"] = self.load
-            self._report.cut_by_rows()
+            self.report.cut_by_rows()
         elif layer.tp_size > 1:
             log.warning(
                 "tpde: %s has %d rows, which %d GPUs cannot share evenly: its sums are split over them, "
