@@ -26,8 +26,15 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=f"tpde-save-{step}")
 
     def start(self) -> None:
-        """Begin it."""
-        self._thread.start()
+        """Begin it. At the interpreter's end, which waits for no new thread, do it now."""
+        try:
+            if begun := threading.main_thread().is_alive():
+                self._thread.start()
+        except RuntimeError:  # no thread can be started any more
+            begun = False
+        if not begun:
+            self._thread = threading.current_thread()
+            self._run()
         self._started = True
 
     def _run(self) -> None:
@@ -51,7 +58,7 @@ class BackgroundSave:
         RuntimeError
             If this is that thread.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread and not self._result.done():
             raise RuntimeError(f"the thread that saves step {self.step} cannot wait for itself")
 
     def end(self) -> BaseException | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,24 +290,3 @@ def test_a_store_writes_nothing_after_its_with(tmp_path: Path, run: dict[int, An
     with store:
         store.save(3, run[3])
     check(tmp_path, run, (1, 2, 3))
-
-
-@pytest.mark.parametrize("every", [1, 16])
-def test_a_save_in_the_background_outlives_the_script(tmp_path: Path, every: int) -> None:
-    script = f"""
-import torch
-from tpde import CheckpointStore
-
-state = {{f"{{i}}.weight": torch.randn(1000, 1000).mul(0.02).bfloat16() for i in range(8)}}
-state["ids"] = torch.randint(0, 50, (1000, 1000))
-store = CheckpointStore({str(tmp_path / "store")!r}, keyframe_every={every}, threads=2)
-store.save(1, state)
-for it in state.values():
-    it.view(-1)[::37] += 1
-store.save(2, state, background=True)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    store = CheckpointStore(tmp_path / "store")
-    assert store.steps == (1, 2)
-    assert store.load(2).keys() == store.load(1).keys()
