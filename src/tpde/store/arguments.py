@@ -55,8 +55,8 @@ def new_step(step: Any, there: Sequence[int], folder: Path) -> int:
     if there and number <= there[-1]:
         raise InvalidInput(
             f"step {number} is not larger than step {there[-1]}, the newest of `{folder}`",
-            hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
-            f"{there[-1] + 1}))`",
+            hint="save a larger step, or drop the newer ones first: "
+            f"`prune(drop=[it for it in store.steps if it >= {number}])`",
             where=os.fspath(folder),
         )
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,16 @@ def test_a_store_writes_nothing_after_its_with(tmp_path: Path, run: dict[int, An
     with store:
         store.save(3, run[3])
     check(tmp_path, run, (1, 2, 3))
+
+
+def test_older_steps_are_dropped_as_the_hint_says(tmp_path: Path, run: dict[int, Any]) -> None:
+    with CheckpointStore(tmp_path) as store:
+        for step in (20, 40, 60):
+            store.save(step, run[1])
+        with pytest.raises(InvalidInput) as told:
+            store.save(30, run[2])
+        call = re.search("`(.*)`", str(told.value.hint))
+        assert call is not None
+        eval(f"store.{call[1]}", {"store": store})
+        store.save(30, run[2])
+        assert store.steps == (20, 30)
