@@ -147,6 +147,21 @@ def test_lightning_tells_of_a_checkpoint_that_was_not_saved(lightning: Any, tmp_
     made.teardown()
 
 
+def test_lightning_removes_no_checkpoint_before_the_next_is_written(lightning: Any, tmp_path: Path) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    made = StoredCheckpointIO(background=True)
+    made.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
+    assert made.load_checkpoint(tmp_path / "a.ckpt")["x"] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        no_thread_writes(patch)
+        made.save_checkpoint({"x": 2, "global_step": 2}, tmp_path / "b.ckpt")
+        with pytest.raises(InvalidDestination, match="No space"):
+            made.remove_checkpoint(tmp_path / "a.ckpt")
+    made.teardown()
+    assert made.load_checkpoint(tmp_path / "a.ckpt")["x"] == 1
+
+
 def test_lightning_shares_its_folder_with_small_files_of_others(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
     from tpde.integrations.lightning import StoredCheckpointIO

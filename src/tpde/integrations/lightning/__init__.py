@@ -49,8 +49,8 @@ class StoredCheckpointIO(_Base):
     keyframe_every : int
         Of so many checkpoints one is stored as a whole.
     background : bool
-        Write while training goes on. The newest checkpoint may then be without its step if the process is
-        killed.
+        Write while training goes on, until a checkpoint is removed: that waits. The newest checkpoint may
+        then be without its step if the process is killed.
     """
 
     def __init__(self, *, keyframe_every: int = 16, background: bool = False) -> None:
@@ -114,10 +114,18 @@ class StoredCheckpointIO(_Base):
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, and what no other stands on."""
+        """Remove a checkpoint, and what no other stands on, when what is being written is there.
+
+        Raises
+        ------
+        Exception
+            What writing that failed with: the checkpoint stays, which may be the last one.
+        """
         link = anchored(given_path(path))
+        steps = self._steps(link)
+        steps.store.wait()
         link.unlink(missing_ok=True)
-        self._steps(link).forget()
+        steps.forget()
 
     def teardown(self) -> None:
         """Wait for what is being written, and let others write.
