@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,37 @@ def test_lightning_removes_no_checkpoint_before_the_next_is_written(lightning: A
             made.remove_checkpoint(tmp_path / "a.ckpt")
     made.teardown()
     assert made.load_checkpoint(tmp_path / "a.ckpt")["x"] == 1
+
+
+def test_lightning_saves_though_the_save_before_failed(lightning: Any, tmp_path: Path) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    made = StoredCheckpointIO(background=True)
+    with pytest.MonkeyPatch.context() as patch:
+        no_thread_writes(patch)
+        made.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
+        while not made._folders[tmp_path].store._pending._result.done():  # type: ignore[union-attr]
+            time.sleep(0.01)
+    with pytest.raises(InvalidDestination, match=r"step 1 was not saved: .*No space"):
+        made.save_checkpoint({"x": 2, "global_step": 2}, tmp_path / "b.ckpt")
+    made.teardown()
+    assert made.load_checkpoint(tmp_path / "b.ckpt")["x"] == 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_lightning_forgets_what_was_written_again_or_removed_by_hand(
+    lightning: Any, tmp_path: Path, background: bool
+) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    made = StoredCheckpointIO(keyframe_every=1, background=background)
+    for step in (1, 2, 3):
+        made.save_checkpoint({"x": step, "global_step": step}, tmp_path / "last.ckpt")
+    made.save_checkpoint({"x": 4, "global_step": 4}, tmp_path / "other.ckpt")
+    (tmp_path / "last.ckpt").unlink()
+    made.save_checkpoint({"x": 5, "global_step": 5}, tmp_path / "new.ckpt")
+    made.teardown()
+    assert CheckpointStore(tmp_path / STORE).steps == (4, 5)
 
 
 def test_lightning_shares_its_folder_with_small_files_of_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpde.errors import Corrupt, InvalidInput, Truncated
+from tpde.errors import Corrupt, InvalidInput, TpdeError, Truncated
 from tpde.store.chain import open_step
 from tpde.store.checkpoints import CheckpointStore
 from tpde.store.link_records import record_link, records_in
@@ -46,17 +46,40 @@ class LinkedSteps:
         self._look, self._background, self._told = look, background, False
         self.store = CheckpointStore(store, keyframe_every=keyframe_every)
 
-    def save(self, link: Path, state: object, step: int) -> None:
+    def save(self, link: Path, state: object, step: int, *, forget: bool = False) -> None:
         """Save a state, and then the link to it, which replaces one that is there.
 
         In the background the link may be there first. If that save fails, the link names no state, whoever
         has its number then.
+
+        Parameters
+        ----------
+        link : Path
+            Where the link goes.
+        state : object
+            The state.
+        step : int
+            The trainer's step.
+        forget : bool
+            First `forget`, which waits for the save before, not for this one. What fails then is raised when
+            this state is saved.
 
         Raises
         ------
         TpdeError, OSError
             As for `CheckpointStore.save`. The link is as it was.
         """
+        failed: TpdeError | OSError | None = None
+        if forget:
+            try:
+                self.forget()
+            except (TpdeError, OSError) as error:
+                failed = error
+        self._save(link, state, step)
+        if failed is not None:
+            raise failed
+
+    def _save(self, link: Path, state: object, step: int) -> None:
         there = self.store.steps
         new = new_link(step if not there or step > there[-1] else there[-1] + 1)
         self.store.save(new.step, state, background=self._background, state_id=new.state_id)

@@ -85,7 +85,7 @@ class StoredCheckpointIO(_Base):
         if storage_options is not None:
             raise InvalidInput("a store takes no `storage_options`", hint="leave them out")
         link = anchored(given_path(path))
-        self._steps(link).save(link, checkpoint, int(checkpoint.get("global_step", 0)))
+        self._steps(link).save(link, checkpoint, int(checkpoint.get("global_step", 0)), forget=True)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
