@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ class StoredCheckpoints(_Base):
         Of so many checkpoints one is stored as a whole.
     checkpoint_background : bool
         Write while training goes on. The newest checkpoint may then be without its step if the process is
-        killed: resuming says so, and one resumes from that before.
+        killed: resuming says so, and one resumes from that before. With `save_total_limit=1` that one would
+        be gone, and nothing is written in the background.
 
     Raises
     ------
@@ -86,9 +88,14 @@ class StoredCheckpoints(_Base):
                 folder / STORE,
                 lambda: folder.glob(f"*/{LINK}"),
                 keyframe_every=self.checkpoint_keyframe_every,
-                background=self.checkpoint_background,
+                background=self._tpde_background,
             )
         return steps
+
+    @property
+    def _tpde_background(self) -> bool:
+        """Whether checkpoints are written while training goes on, when the one before is not removed yet."""
+        return self.checkpoint_background and self.args.save_total_limit != 1
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._tpde_refuse()
@@ -97,7 +104,7 @@ class StoredCheckpoints(_Base):
             super()._save_checkpoint(model, trial)
         finally:
             self._tpde_state = None
-        if self.args.should_save:  # and what was rotated away is not wanted
+        if self.args.should_save and not self._tpde_background:  # and what was rotated away is not wanted
             self._tpde_run(Path(self._get_output_dir(trial=trial))).forget()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +113,8 @@ class StoredCheckpoints(_Base):
             return super().train(*args, **kwargs)
         finally:
             if self._tpde_steps is not None:
-                self._tpde_steps.store.close()
+                with contextlib.closing(self._tpde_steps.store):
+                    self._tpde_steps.forget()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model's files, or, inside a checkpoint, its state."""
@@ -150,7 +158,9 @@ class StoredCheckpoints(_Base):
     def _tpde_write(self, output_dir: str) -> None:
         """Save what was collected. `trainer_state.json`, which completes a checkpoint, comes after it."""
         folder = Path(output_dir)
-        self._tpde_run(folder.parent).save(folder / LINK, self._tpde_state, self.state.global_step)
+        self._tpde_run(folder.parent).save(
+            folder / LINK, self._tpde_state, self.state.global_step, forget=self._tpde_background
+        )
 
     def _tpde_part(self, checkpoint: str | None, part: str) -> Any:
         """A part of a checkpoint, or None if it has none, or is not in a store."""
@@ -171,6 +181,10 @@ class StoredCheckpoints(_Base):
         _load_model(self.model if model is None else model, state)
 
     def _load_best_model(self) -> None:
+        if self.args.world_size > 1:  # one writes, and all read
+            if self._tpde_steps is not None:
+                self._tpde_steps.store.wait()
+            self.accelerator.wait_for_everyone()
         state = self._tpde_part(self.state.best_model_checkpoint, _MODEL)
         if state is None:
             super()._load_best_model()
