@@ -50,7 +50,8 @@ class LinkedSteps:
         """Save a state, and then the link to it, which replaces one that is there.
 
         In the background the link may be there first. If that save fails, the link names no state, whoever
-        has its number then.
+        has its number then. So where a link is replaced, nothing is written in the background: until the
+        state is there, the link names the one before.
 
         Parameters
         ----------
@@ -82,7 +83,8 @@ class LinkedSteps:
     def _save(self, link: Path, state: object, step: int) -> None:
         there = self.store.steps
         new = new_link(step if not there or step > there[-1] else there[-1] + 1)
-        self.store.save(new.step, state, background=self._background, state_id=new.state_id)
+        background = self._background and not os.path.lexists(link)
+        self.store.save(new.step, state, background=background, state_id=new.state_id)
         write_link(link, new)
         if not record_link(self.store.directory, link) and not self._told:
             self._told = True

@@ -40,6 +40,22 @@ def test_a_link_of_a_save_that_failed_stands_for_no_other_state(tmp_path: Path) 
     assert load_linked(tmp_path / "store", two)["w"].tolist() == [0, 0, 0]
 
 
+def test_a_link_is_replaced_when_the_state_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, link = _steps(tmp_path, background=True), tmp_path / "last"
+    steps.save(link, {"x": 1}, 1)
+    steps.store.wait()
+
+    def killed(*_: object, **__: object) -> None:
+        raise OSError("the process is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tpde.store.checkpoints.write_delta_file", killed)
+        with pytest.raises(OSError, match="is gone"):
+            steps.save(link, {"x": 2}, 2)
+    steps.store.close()
+    assert load_linked(tmp_path / "store", link)["x"] == 1
+
+
 def test_a_number_given_anew_is_another_state(tmp_path: Path) -> None:
     steps = _steps(tmp_path)
     steps.save(tmp_path / "one", {"x": 1}, 7)

@@ -50,7 +50,7 @@ class StoredCheckpointIO(_Base):
         Of so many checkpoints one is stored as a whole.
     background : bool
         Write while training goes on, until a checkpoint is removed: that waits. The newest checkpoint may
-        then be without its step if the process is killed.
+        then be without its step if the process is killed. One that replaces another is not written so.
     """
 
     def __init__(self, *, keyframe_every: int = 16, background: bool = False) -> None:
