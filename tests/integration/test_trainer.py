@@ -292,6 +292,19 @@ def test_states_in_pieces_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / STORE).exists()
 
 
+def test_checkpoints_are_not_pushed_without_their_weights(tmp_path: Path) -> None:
+    made = trainer(tmp_path, steps=2)
+    made.args.push_to_hub, pushed = True, []
+    made._push_from_checkpoint = pushed.append
+    with pytest.raises(InvalidInput, match="no weights in it") as told:
+        made.train()
+    assert 'hub_strategy="end"' in str(told.value.hint)
+    assert not pushed
+    made.args.hub_strategy = transformers.training_args.HubStrategy("end")
+    made.train()
+    assert CheckpointStore(tmp_path / STORE).steps == (2,)
+
+
 def test_packed_weights_beside_trained_ones(tmp_path: Path) -> None:
     """A run that stops, and resumes into a packed model, is the plain model's."""
 

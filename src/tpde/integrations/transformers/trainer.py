@@ -45,7 +45,7 @@ class StoredCheckpoints(_Base):
     ------
     InvalidInput
         When a checkpoint is written or loaded with FSDP, DeepSpeed, XLA or SageMaker's model parallelism:
-        their states are in pieces.
+        their states are in pieces. If checkpoints are pushed to the hub, which would get no weights.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class StoredCheckpoints(_Base):
     _tpde_state: dict[str, Any] | None = None  # of the checkpoint that is being written
 
     def _tpde_refuse(self) -> None:
-        """Refuse what keeps states in pieces."""
+        """Refuse what keeps states in pieces, or takes checkpoints for files."""
         from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
         kinds = {
@@ -75,6 +75,11 @@ class StoredCheckpoints(_Base):
             raise InvalidInput(
                 f"`StoredCheckpoints` does not store the checkpoints of {found[0]}, which are in pieces",
                 hint="use the Trainer without it",
+            )
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            raise InvalidInput(
+                "the Trainer pushes each checkpoint's files to the hub, and a store's has no weights in it",
+                hint='pass `hub_strategy="end"`, and call `model.push_to_hub` when training has ended',
             )
 
     def _tpde_run(self, folder: Path) -> LinkedSteps:
