@@ -232,6 +232,7 @@ class ReadQueue:
                 end = time.perf_counter_ns()
                 self.trace.read(ticket.began, end, ticket.extent.name, ticket.extent.size)
         elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):
+            self._skip(ticket)  # `drop` may not have come so far, after Ctrl-C
             self._release(ticket)
 
     def drop(self, ticket: ReadTicket) -> None:

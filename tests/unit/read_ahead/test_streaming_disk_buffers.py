@@ -156,3 +156,31 @@ def test_nobody_is_left_waiting_for_what_was_cancelled(
     assert found, "it waits for ever"
     slow.go.set()
     feed.close()
+
+
+def test_ctrl_c_while_a_piece_is_cancelled(
+    source: FileSource, data: bytes, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more of it is read: its buffer is free once, and another's."""
+    slow = Slow()
+    feed = reading(1, 1, fake, slow)
+    ticket = feed.request(piece(source, 0))
+    soon(lambda: slow.reading == 1, "reading")
+
+    def interrupted(ticket: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feed._queue, "_skip", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.cancel()
+    slow.go.set()
+    others = [feed.request(piece(source, i * PIECE)) for i in (1, 2, 3)]
+    addresses = set()
+    for it in others:
+        addresses.add(waited(it))
+        it.copied(Copied())
+    assert slow.reading == 1 + 3 * 4
+    assert len(addresses) == 1, "there is one buffer"
+    check(feed, feed.request(piece(source, 0)), data)
+    feed.close()
