@@ -121,6 +121,42 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
         assert filled(unit, len(expected)) == expected
 
 
+@pytest.mark.parametrize("owner", ["device", "ring"])
+def test_interrupted_again_while_waiting_for_the_device(
+    owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places are neither lost nor taken for those of other pieces."""
+    with Fixture(tmp_path, SIZES, places=4) as made:
+        (first, size), (unit, expected) = made.units((1,), (2,))
+        filled(unit, len(expected))  # verified: nobody waits for checksums from now on
+        filled(first, len(size))
+        made.streamer.ring.forget()
+        where, name = {"device": (made.device, "decode"), "ring": (made.streamer.ring, "_next")}[owner]
+        real, calls = getattr(where, name), list[None]()
+
+        def interrupted(*args: object) -> None:
+            real(*args)
+            calls.append(None)
+            if len(calls) % 3 == 0:
+                raise KeyboardInterrupt
+
+        def waiting() -> None:
+            raise KeyboardInterrupt
+
+        def several() -> None:
+            for _ in range(3):
+                filled(first, len(size))
+
+        for _ in range(4):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, interrupted)
+                patch.setattr(made.device, "wait", waiting)
+                with pytest.raises(KeyboardInterrupt):
+                    several()
+        assert filled(unit, len(expected)) == expected
+        made.streamer.check()
+
+
 def test_closing_gives_all_back_when_the_device_has_crashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ class Ring:
         self._flying: deque[_Flight] = deque()
         # Places with the event after which they may be written again.
         self._free: deque[tuple[int, Event | None]] = deque()
+        self._unfinished = False  # decoding or forgetting was begun, and did not end
         self._empty()
 
     def stats(self) -> dict[str, int]:
@@ -98,6 +99,9 @@ class Ring:
         """Bring a unit's pieces, and queue their decoding into a buffer, on the current stream."""
         if not unit.pieces:
             return
+        if self._unfinished:  # Ctrl-C again, while `forget` was at it
+            self.forget()
+        self._unfinished = True
         self._seek(unit)
         self._order.saw(unit)
         for number in range(len(unit.pieces)):
@@ -116,6 +120,7 @@ class Ring:
             else:
                 self.device.decode(unit.handle, number, stay.place, out, stay.copied)
             self._advance()
+        self._unfinished = False
 
     # ---- running ahead ----
 
@@ -231,6 +236,7 @@ class Ring:
 
     def forget(self) -> None:
         """After a failure: wait for what was queued, and start anew."""
+        self._unfinished = True
         self.device.wait()
         while self._planned:
             self._cancel()
@@ -242,3 +248,4 @@ class Ring:
         self._reading = 0
         self._free = deque((i * self.room, None) for i in range(self.places))
         self._cursor = None
+        self._unfinished = False  # last: whatever ends before has to be done again
