@@ -155,8 +155,8 @@ MUTANTS = (
     mutant(
         "failed-reads-keep-their-buffers",
         "host/read_queue.py",
-        "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n            self._release(ticket)\n",
-        "        elif ticket.reading == 0 and ticket.dropped:\n            self._release(ticket)\n",
+        "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n",
+        "        elif ticket.reading == 0 and ticket.dropped:\n",
         "each failed read loses a buffer",
         "unit/read_ahead/test_streaming_disk_buffers.py",
     ),
