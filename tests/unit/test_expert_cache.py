@@ -178,3 +178,21 @@ def test_an_expert_is_held_by_all_who_hold_it() -> None:
     assert cache.insert("b") is None, "one still decodes it"
     cache.release("a")
     assert cache.insert("b") == place
+
+
+def test_ctrl_c_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between giving an entry's place up and giving it to another."""
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    cache: ExpertCache[str] = ExpertCache(2)
+    for key in ("a", "b"):
+        cache.insert(key)
+        cache.release(key)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_crowded", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.insert("c")
+    cache.clear()
+    assert sorted((cache.insert("a"), cache.insert("b"))) == [0, 1]  # type: ignore[type-var]

@@ -103,6 +103,7 @@ class ExpertCache(Generic[K]):
 
     def clear(self) -> None:
         """Forget all entries, held ones too."""
-        self._free += self._places.values()
         self._places.clear()
         self._held.clear()
+        # All of them, and last: after Ctrl-C some may be neither free nor anybody's.
+        self._free = list(range(self._size - 1, -1, -1))
