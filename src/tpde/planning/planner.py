@@ -53,7 +53,8 @@ def make_plan(
     """Choose where each unit is kept, so that a token takes least time, but for 2 %.
 
     With more `vram`, fewer units are tiled; or as many, and the predicted time is at most 2 % longer. That
-    some units may be in the window layout never makes it longer, nor more units tiled.
+    some units may be in the window layout never makes it longer, nor more units tiled. All that holds for
+    budgets that work without windows, too: more than what only they make possible may tile more units.
 
     Parameters
     ----------
