@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 import time
 from typing import Any
 
 import pytest
+from support.forks import needs_fork, require_in_fork
 from support.models import assert_same_bits
 from support.small import IDS, torch
 from support.tunes import make
@@ -119,8 +117,7 @@ def test_a_compiled_backward_pass_of_another_state_is_refused() -> None:
         y.sum().backward()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@needs_fork
 def test_a_process_that_is_forked_while_a_thread_is_in_a_forward_pass_waits_for_no_other() -> None:
     tunes = make()
     inside, go_on = threading.Event(), threading.Event()
@@ -133,26 +130,14 @@ def test_a_process_that_is_forked_while_a_thread_is_in_a_forward_pass_waits_for_
     thread = threading.Thread(target=tunes.packed, args=(IDS,))
     thread.start()
     assert inside.wait(20)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            hook.remove()
-            tunes.packed.use("math")
-            tunes.check("math")
-            code = 0
-        finally:
-            os._exit(code)
+
+    def switches() -> bool:
+        torch.set_num_threads(1)
+        hook.remove()
+        tunes.packed.use("math")
+        tunes.check("math")
+        return True
+
+    require_in_fork(switches)
     go_on.set()
     thread.join()
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the forked process waits for a thread that it does not have")

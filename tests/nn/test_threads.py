@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import signal
-import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.forks import needs_fork, require_in_fork
 from support.models import assert_same_bits
 from support.small import IDS, Block, Model, torch
 
@@ -130,8 +127,7 @@ def test_threads_that_wait_for_nobody_take_turns(caplog: pytest.LogCaptureFixtur
     assert not any("waits for a thread" in it.message for it in caplog.records)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@needs_fork
 def test_a_process_that_is_forked_while_a_thread_is_in_a_block() -> None:
     model = pack_module(Model().to(torch.bfloat16), min_bytes=0)
     expected, inside, forked = model(IDS), threading.Event(), threading.Event()
@@ -145,23 +141,11 @@ def test_a_process_that_is_forked_while_a_thread_is_in_a_block() -> None:
     thread = threading.Thread(target=model, args=(IDS,))
     thread.start()
     assert inside.wait(WITHIN)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            code = 0 if torch.equal(model(IDS), expected) else 2
-        finally:
-            os._exit(code)
+
+    def computes() -> bool:
+        torch.set_num_threads(1)
+        return bool(torch.equal(model(IDS), expected))
+
+    require_in_fork(computes)
     forked.set()
     thread.join()
-    until = time.monotonic() + WITHIN
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the forked process waits for a thread that it does not have")

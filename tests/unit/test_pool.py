@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.forks import needs_fork, require_in_fork
 
 from tpde.codec import pool, zstd
 from tpde.codec.selection import core_layout, plan_tensor
@@ -140,24 +140,10 @@ def test_the_hand_off_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.hand_off(2) == first
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@needs_fork
 def test_a_forked_process_has_a_pool_of_its_own() -> None:
     pool.each(abs, range(4), seconds=0.0, threads=2, shared=True)
-    child = os.fork()
-    if not child:
-        good = pool.each(abs, range(4), seconds=0.0, threads=2, shared=True) == [0, 1, 2, 3]
-        os._exit(0 if good else 1)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert status == 0
-            return
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    pytest.fail("the forked process waits for threads that it does not have")
+    require_in_fork(lambda: pool.each(abs, range(4), seconds=0.0, threads=2, shared=True) == [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.memory.turn import Turn
 from tpde.nn.group import GroupSlot
 from tpde.nn.owner import Owner
 from tpde.nn.parts import Parts
@@ -18,7 +19,6 @@ from tpde.nn.passes import AroundModel, Passes
 from tpde.nn.plain_copies import Copies
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
-from tpde.store.turn import Turn
 from tpde.weights.active_delta import ActiveDelta, Chosen
 from tpde.weights.changed import Changed, Variant
 from tpde.weights.packed_tensor import PackedTensor

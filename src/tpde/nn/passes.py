@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.memory.forks import renew_in_forks
 from tpde.nn.batch_rows import CACHES, ONCE, BatchRows, positional, refuse
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
@@ -38,7 +37,7 @@ class Passes:
         self._ended = threading.Condition()
         self._depth: dict[int, int] = {}  # by threads
         self._waiting = 0  # for all of them to end
-        _PASSES.add(self)
+        renew_in_forks(self)
 
     def renew(self) -> None:
         """Forget, after a fork, threads that are not here: all but this one."""
@@ -87,19 +86,6 @@ class Passes:
             finally:
                 self._waiting -= 1
                 self._ended.notify_all()
-
-
-_PASSES: weakref.WeakSet[Passes] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Renew all: of the threads, this process has the one that forked."""
-    for passes in list(_PASSES):
-        passes.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class Counted(Protocol):

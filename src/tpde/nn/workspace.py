@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -17,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpde.errors import TpdeError
 from tpde.memory.device_memory import allocate
+from tpde.memory.forks import renew_in_forks
 from tpde.nn.slot import ALIGN, Slot
 from tpde.nn.waiting import acquire
 from tpde.weights.launch import capturing, stream_handle
@@ -106,7 +106,7 @@ class Workspace:
         self.beside: set[int] = set()
         # The buffer's memory, of which all views are made: its version says whether one was written to.
         self._written: Tensor | None = None
-        _SPACES.add(self)
+        renew_in_forks(self)
 
     def renew(self) -> None:
         """Take the lock, after a fork, from a thread that is not here: not from this one."""
@@ -295,19 +295,6 @@ class Workspace:
                 self._several = True
                 stream.wait_stream(self._stream)
             self._stream, self._handle = stream, handle
-
-
-_SPACES: weakref.WeakSet[Workspace] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Renew all: of the threads, this process has the one that forked."""
-    for space in list(_SPACES):
-        space.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class Pool:

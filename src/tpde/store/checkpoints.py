@@ -13,6 +13,7 @@ from tpde.files.thread_count import check_threads
 from tpde.io.paths import anchored, given_path
 from tpde.io.sinks import sync_folder, unwritable
 from tpde.io.temporary import clear_files
+from tpde.memory.turn import Turn
 from tpde.store.arguments import new_step, step_metadata, step_number, whole_number
 from tpde.store.background_save import BackgroundSave
 from tpde.store.chain import MAX_STEP, close_links, name_of, open_links, state_of, steps_in
@@ -23,7 +24,6 @@ from tpde.store.staging import Staging
 from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
 from tpde.store.stored_steps import StoredSteps
-from tpde.store.turn import Turn
 from tpde.store.writer_lock import WriterLock
 
 __all__ = ["CheckpointStore"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import weakref
 from pathlib import Path
 
 from tpde.errors import InvalidInput
 from tpde.io.sinks import unwritable
+from tpde.memory.forks import renew_in_forks
 
 NAME = "writer.lock"
 
@@ -50,7 +50,7 @@ class WriterLock:
                 hint="close that one first; any number may read",
                 where=str(folder),
             ) from None
-        _LOCKS.add(self)
+        renew_in_forks(self)
 
     @property
     def held(self) -> bool:
@@ -93,17 +93,9 @@ class WriterLock:
             except OSError:
                 pass
 
-    def __del__(self) -> None:
+    def renew(self) -> None:
+        """Close what a fork inherited, so that the lock ends with the process that took it."""
         self.release()
 
-
-_LOCKS: weakref.WeakSet[WriterLock] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Close what was inherited, so that the lock ends with the process that took it."""
-    for lock in list(_LOCKS):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_forked)
+    def __del__(self) -> None:
+        self.release()

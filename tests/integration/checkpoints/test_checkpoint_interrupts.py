@@ -113,7 +113,7 @@ def test_while_a_save_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _check(tmp_path, {1, 2, 4}, set())
 
 
-_TRACED = ("store/checkpoints.py", "store/staging.py", "store/background_save.py", "store/turn.py")
+_TRACED = ("store/checkpoints.py", "store/staging.py", "store/background_save.py", "memory/turn.py")
 
 
 class _InterruptsAt:

@@ -335,7 +335,7 @@ def test_a_lock_ends_with_the_interpreter(tmp_path: Path, monkeypatch: pytest.Mo
 
     lock = writer_lock.WriterLock(tmp_path)
     with monkeypatch.context() as patch:
-        for name in ("os", "fcntl", "weakref"):
+        for name in ("os", "fcntl"):
             patch.setattr(writer_lock, name, None)
         lock.__del__()
     writer_lock.WriterLock(tmp_path).release()

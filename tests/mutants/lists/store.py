@@ -228,7 +228,7 @@ MUTANTS = (
     mutant(
         "forked-writers",
         "store/writer_lock.py",
-        "os.register_at_fork(after_in_child=_forked)\n",
+        "        renew_in_forks(self)\n",
         "",
         "nobody may write while a child of the last writer lives",
         "integration/checkpoints/test_checkpoint_writers.py",

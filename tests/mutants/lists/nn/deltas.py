@@ -6,6 +6,14 @@ from ...mutant import mutant
 
 MUTANTS = (
     mutant(
+        "forked-passes",
+        "nn/passes.py",
+        "        renew_in_forks(self)\n",
+        "",
+        "a forked process waits for ever to change a model's fine-tune",
+        "nn/test_switching_deltas.py",
+    ),
+    mutant(
         "gradients-of-the-delta-in-use-by-then",
         "nn/saved.py",
         "        if self.active_delta is None:\n            return self._again()\n",

@@ -97,6 +97,14 @@ MUTANTS = (
         "nn/test_workspace_memory.py",
     ),
     mutant(
+        "forked-workspaces",
+        "nn/workspace.py",
+        "        renew_in_forks(self)\n",
+        "",
+        "a forked process waits for ever for a thread that it does not have",
+        "nn/test_threads.py",
+    ),
+    mutant(
         "a-workspace-is-released-while-it-is-used",
         "nn/workspace.py",
         "            if self.depth or capturing(self.device):\n                return 0\n",

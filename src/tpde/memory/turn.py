@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
+
+from tpde.memory.forks import renew_in_forks
 
 
 class Turn:
@@ -12,7 +12,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        _TURNS.add(self)
+        renew_in_forks(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -26,15 +26,3 @@ class Turn:
             self._lock.release()
         else:
             self._lock = threading.RLock()
-
-
-_TURNS: weakref.WeakSet[Turn] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Renew all: of the threads, this process has the one that forked."""
-    for turn in list(_TURNS):
-        turn.renew()
-
-
-os.register_at_fork(after_in_child=_forked)
