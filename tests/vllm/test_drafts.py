@@ -10,6 +10,8 @@ import pytest
 from support.models import torch
 from support.vllm import close, engine, generate, generated, layers, save_llama
 
+from tpde.errors import InvalidInput
+
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 
 Models = dict[str, Path]
@@ -51,7 +53,24 @@ def test_a_draft_without_embeddings_has_the_models(
 
 
 @pytest.mark.quick
-def test_a_packed_draft_of_a_plain_model(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_packed_draft_of_a_plain_model(
+    late: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes an EAGLE draft's configuration when it has a loader: that is ours only if it was before."""
+    from vllm.model_executor import model_loader
+
+    from tpde.integrations.vllm import internals, loader
+
     how = {"method": "eagle", "model": str(save_eagle(tmp_path)), "num_speculative_tokens": 2}
-    found = generated(models["llama"], speculative_config=how | TPDE)
-    assert found == generated(models["llama"], speculative_config=how)
+    if not late:
+        loader.register()
+        found = generated(models["llama"], speculative_config=how | TPDE)
+        assert found == generated(models["llama"], speculative_config=how)
+        return
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", model_loader.DefaultModelLoader)
+    monkeypatch.setattr(loader, "_registered", True)
+    monkeypatch.setattr(internals, "_ours_loads", False)
+    with pytest.raises(InvalidInput, match="vLLM reads it by a loader that cannot") as told:
+        engine(models["llama"], speculative_config=how | TPDE)
+    assert "`--quantization tpde`, too" in str(told.value.hint)

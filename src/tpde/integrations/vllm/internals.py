@@ -51,6 +51,7 @@ __all__ = [
 
 # By these, vLLM's default loader reads files of checkpoints, and `loader` in its place; others are refused.
 FORMATS = "auto", "hf", "safetensors", "fastsafetensors"
+_ours_loads = False
 
 
 def load_device() -> torch.device:
@@ -102,6 +103,17 @@ def has_values(layer: Any, name: str) -> bool:
 def loads_of(layer: Any) -> list[tuple[str, dict[str, Any]]]:
     """Names of a layer's parameters that values came for, each with what its loader was given."""
     return [(name, given.arguments) for name, given in get_layerwise_info(layer).loaded_weights]
+
+
+def loads_packed() -> bool:
+    """Whether a loader of ours has read a model in this process: vLLM asks for no other from then on."""
+    return _ours_loads
+
+
+def note_loader() -> None:
+    """Note that a loader of ours reads a model."""
+    global _ours_loads  # noqa: PLW0603
+    _ours_loads = True
 
 
 def may_be_draft() -> bool:

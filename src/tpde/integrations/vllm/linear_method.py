@@ -81,6 +81,8 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return
         weight: Tensor = layer.weight
         if weight.is_meta:  # of a layer that the model was made without, as a head for embeddings of texts
+            if not internals.loads_packed():
+                raise refusals.other_loader(self._name)
             return
         if self.uses_meta_device and self._needs_values() and not internals.has_values(layer, "weight"):
             raise refusals.no_values(self._name)

@@ -191,6 +191,7 @@ class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load a model's weights, and have vLLM look for those that no file has, as of plain models."""
+        internals.note_loader()
         if model_config.quantization == METHOD:
             from tpde.integrations.vllm import before_reading
 
@@ -241,6 +242,7 @@ class TpdeDummyLoader(DummyModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Fill a model, and have it refuse to be saved if its weights are packed."""
+        internals.note_loader()
         from tpde.integrations.vllm import before_reading
 
         is_packed = model_config.quantization == METHOD

@@ -145,6 +145,16 @@ def no_values(name: str) -> InvalidInput:
     )
 
 
+def other_loader(name: str) -> InvalidInput:
+    """The error for a model that vLLM's own loader reads: it was asked for before there was word of tpde."""
+    return InvalidInput(
+        f"the weight of `{name}` is to be packed, and vLLM reads it by a loader that cannot: it hears of an "
+        "EAGLE draft's `quantization` too late where the model itself is plain",
+        hint="serve the model with `--quantization tpde`, too, or leave out that of the draft",
+        where=name,
+    )
+
+
 def no_part(name: str, missing: str) -> InvalidInput:
     """The error for a matrix that vLLM merges from several tensors, of which some did not come."""
     return InvalidInput(
