@@ -12,8 +12,7 @@ from support.models import NAMES, make, outputs
 from torch import nn
 from torch.nn import functional
 
-from tpde.cuda.backend import current
-from tpde.cuda.product_ways import MOST_ROWS, most_rows_of
+from tpde.cuda.product_ways import MOST_ROWS
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels, unpack_module
 from tpde.nn.kernels import MOST_SHARE
 from tpde.weights.pack_tensor import pack_tensor
@@ -78,17 +77,16 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], bias: bo
     plain = layer(*shape, bias)
     made = fused(plain)
     assert made.weight.packed.multiplies
-    most = most_rows_of(current().facts(0), made.weight.packed.sources[0].window)
-    x = inputs(most, shape[1])
+    x = inputs(MOST_ROWS, shape[1])
     with torch.no_grad():
         alone = torch.cat([made(row[None]) for row in x])
         needed = functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
         ours, theirs = ((it.double() - needed).norm() for it in (alone, plain(x)))
         assert ours <= 1.01 * theirs
-        for count in (1, 3, 8, 15, 16, 17, 33, 64, 65, 100, most):
+        for count in (1, 3, 8, 15, 16, 17, 33, MOST_ROWS):
             assert torch.equal(bits(made(x[:count])), bits(alone[:count]))
             assert torch.equal(bits(made(x[-count:])), bits(alone[-count:]))
-        assert torch.equal(bits(made(x.view(4, most // 4, -1))).view(most, -1), bits(alone))
+        assert torch.equal(bits(made(x.view(4, 16, -1))).view(MOST_ROWS, -1), bits(alone))
         wide = torch.stack([x, x], 2)[:, :, 1]  # strides of two
         assert torch.equal(bits(made(wide)), bits(alone))
         at_odd = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape)
@@ -110,7 +108,7 @@ def test_gradients_are_the_plain_layers(count: int) -> None:
 
 def test_many_rows_are_multiplied_as_plain_ones() -> None:
     plain = layer(2048, 2048)
-    x = inputs(MOST_ROWS + 1, 2048)
+    x = inputs(300, 2048)
     with torch.no_grad():
         assert torch.equal(bits(fused(plain)(x)), bits(plain(x)))
 

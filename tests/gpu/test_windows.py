@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], content:
     x, bias = of_batch(held, MOST_ROWS, 1e-3), of_batch(Held(matrix(1, shape[0], "weights")), 1)[0]
     for added in (None, bias):
         alone = torch.cat([held.product(row[None], added) for row in x])
-        for count in (1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 64, 65, 101, MOST_ROWS):
+        for count in (1, 2, 7, 8, 9, 15, 16, 17, 32, 33, MOST_ROWS):
             for how in held.device.ways(count):
                 held.device.choose(count, how)
                 for first in (0, MOST_ROWS - count):
@@ -133,7 +133,7 @@ def test_products_have_the_same_bits_every_time(shape: tuple[int, int], content:
     held = Held(matrix(*shape, content))
     x = of_batch(held, MOST_ROWS, 1e-3)
     alone = bits(torch.cat([held.product(row[None]) for row in x]))
-    for count in (8, 16, 32, 64, MOST_ROWS):
+    for count in (8, 16, 32, MOST_ROWS):
         for how in held.device.ways(count):
             held.device.choose(count, how)
             others = torch.zeros((), dtype=torch.int64, device="cuda")

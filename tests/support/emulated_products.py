@@ -75,5 +75,5 @@ class Made:
 
 @functools.lru_cache(maxsize=8)
 def made(rows: int, columns: int, escapes: bool) -> Made:
-    """A matrix and 128 rows of x, for several tests."""
-    return Made(rows, columns, 128, escapes)
+    """A matrix and 64 rows of x, for several tests."""
+    return Made(rows, columns, 64, escapes)

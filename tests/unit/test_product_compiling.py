@@ -98,7 +98,7 @@ def test_kernels_are_compiled_ahead(launch_on: Any) -> None:
     assert {asked.get(timeout=20)[0] for _ in range(2)} == {"plan_long", "encode"}
     matrix = there(sections(4096, 5120))
     products = {matrix.ways(count)[0].label for count in range(1, MOST_ROWS + 1)}
-    found = {asked.get(timeout=20) for _ in range(3 + len(products))}
+    found = {asked.get(timeout=20) for _ in range(4 + len(products))}
     assert {name for name, _ in found} == _ALL
     matrix.prepare()
     assert {asked.get() for _ in range(asked.qsize())} <= found

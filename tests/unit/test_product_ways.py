@@ -7,7 +7,7 @@ from support.window_products import ADA, AMPERE, H200
 
 from tpde.codec.windows import sections
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, ways_of
+from tpde.cuda.product_ways import MOST_ROWS, multiplies_in_groups, ways_of
 
 
 def device(shared: int, groups: bool) -> DeviceFacts:
@@ -44,8 +44,6 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
         (14336, 16, "group_product", 16),
         (6144, 64, "wide_product", 64),
         (1 << 20, 33, "wide_product", 64),
-        (4096, 65, "wide_product", 128),
-        (14336, 128, "wide_product", 128),
         (1024, 64, "product", 16),  # blocks of a cluster would have no part
     ],
 )
@@ -58,10 +56,9 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "cluster"),
     [
-        (28672, 4096, 128, 4),  # many turns of two chunks a part
-        (6144, 4096, 128, 8),  # few turns
-        (28672, 4352, 128, 8),  # three chunks a part
-        (28672, 4352, 64, 4),  # as many warps then
+        (28672, 4096, 64, 4),  # many turns of two chunks a part
+        (6144, 4096, 64, 8),  # few turns
+        (28672, 4352, 64, 4),  # three chunks a part
         (28672, 6400, 64, 8),
     ],
 )
@@ -116,8 +113,6 @@ def test_fewer_warps_take_few_stripes(rows: int, columns: int, count: int, warps
         (4096, 64, ["wide 64", "wide 64", "group 64", "group 32", "group 32"]),
         (6144, 64, ["wide 64", "wide 64", "group 64", "group 64", "group 32", "group 32"]),
         (14336, 64, ["wide 64", "wide 64", "group 64", "group 32", "group 32", "group 32"]),
-        (4096, 128, ["wide 128", "wide 128", "wide 64", "wide 64", "group 64"]),
-        (14336, 128, ["wide 128", "wide 128", "wide 64", "wide 64", "group 64"]),
     ],
 )
 def test_others_follow(columns: int, count: int, names: list[str]) -> None:
@@ -150,7 +145,7 @@ def test_x_is_copied_or_not_where_there_is_room(
 
 @pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])
 def test_other_numbers_of_rows_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="1 to 128"):
+    with pytest.raises(ValueError, match="1 to 64"):
         ways_of(device(ADA, True), sections(32, 64), count)
 
 
@@ -178,8 +173,12 @@ def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "columns", "most"),
-    [((9, 0), 2048, 128), ((9, 0), 1792, 64), ((8, 0), 2048, 64), ((10, 0), 2048, 64)],
+    ("capability", "columns", "groups"),
+    [((9, 0), 2048, True), ((9, 0), 1792, False), ((8, 0), 2048, False), ((10, 0), 2048, False)],
 )
-def test_rows_that_have_the_same_bits(capability: tuple[int, int], columns: int, most: int) -> None:
-    assert most_rows_of(DeviceFacts("GPU", capability, 132, H200), sections(64, columns)) == most
+def test_where_groups_multiply(capability: tuple[int, int], columns: int, groups: bool) -> None:
+    have, matrix = DeviceFacts("GPU", capability, 132, H200), sections(64, columns)
+    assert multiplies_in_groups(have, matrix) == groups
+    assert {it.name for it in ways_of(have, matrix, 64)} == (
+        {"product", "group_product", "wide_product"} if groups else {"product"}
+    )

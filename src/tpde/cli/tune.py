@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,10 @@ from tpde.errors import InvalidInput, UnsupportedDevice
 if TYPE_CHECKING:
     import torch
 
-    from tpde.cuda.capability import DeviceFacts
     from tpde.cuda.tuning import Choices, Shape
     from tpde.weights.product_timing import Timed
 
-ROWS = "1,2,4,8,16,32,64,128"
+ROWS = "1,2,4,8,16,32,64"
 _ON_A_GPU = "run it on the machine whose GPU is to be tuned"
 
 
@@ -96,7 +95,7 @@ def tune(
             where="--device",
         )
     facts = current().facts(where.index or 0)
-    work = _work(facts, given if model is None else shapes_of(model), counts)
+    timed = given if model is None else shapes_of(model)
     path = tuning.table_path(facts) if output is None else output
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,7 +108,7 @@ def tune(
             known = tuning.read_table(path, facts, KERNELS)
         except InvalidInput as error:
             say("note", f"{error.message}, and is replaced")
-    found = _time(work, where)
+    found = _time(timed, counts, where)
     tuning.write_table(path, facts, KERNELS, merged(known, found))
     if as_json:
         print_json(as_dict(facts.name, path, found))
@@ -149,7 +148,7 @@ def _parse_rows(text: str) -> list[int]:
     for it in _parts(text, "--rows", ROWS):
         if re.fullmatch("[0-9]{1,9}", it) is None or not 1 <= int(it) <= MOST_ROWS:
             raise InvalidInput(
-                f"`--rows` names `{it:.60}`: products straight from packed weights take 1 to {MOST_ROWS}",
+                f"`--rows` names `{it:.60}`: products of 1 to {MOST_ROWS} rows can be timed",
                 hint=f"write such as `{ROWS}`",
                 where="--rows",
             )
@@ -185,28 +184,13 @@ def shapes_of(model: str) -> list[Shape]:
     return sorted(found, key=lambda it: (it[0] * it[1], it))
 
 
-def _work(facts: DeviceFacts, shapes: Sequence[Shape], counts: Sequence[int]) -> dict[Shape, list[int]]:
-    """Which rows of x are timed with which shapes: those that the device does not decode matrices for."""
-    from tpde.codec.windows import sections
-    from tpde.cuda.product_ways import most_rows_of
-
-    made: dict[Shape, list[int]] = {}
-    for shape in shapes:
-        most = most_rows_of(facts, sections(*shape))
-        made[shape] = [it for it in counts if it <= most]
-        if len(made[shape]) < len(counts):
-            rows, columns = shape
-            say("note", f"{rows}x{columns} is decoded for more than {most} rows on this GPU: not timed")
-    return made
-
-
-def _time(work: Mapping[Shape, Sequence[int]], device: torch.device) -> list[Timed]:
+def _time(shapes: Sequence[Shape], counts: Sequence[int], device: torch.device) -> list[Timed]:
     """Time all products, with a bar."""
     from tpde.weights.product_timing import time_products
 
     found = []
-    with progress_bar("timing", lambda: sum(map(len, work.values())), steps=True) as advance:
-        for shape, counts in work.items():
+    with progress_bar("timing", lambda: len(shapes) * len(counts), steps=True) as advance:
+        for shape in shapes:
             for it in time_products(shape, counts, device):
                 found.append(it)
                 advance(1)

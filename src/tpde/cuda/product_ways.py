@@ -9,8 +9,7 @@ from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.tuning import TunedKernels
 
 SOURCE, GROUP_SOURCE, WIDE_SOURCE = "window.cu", "window_group.cu", "window_wide.cu"
-# Rows of x in one call, with the same bits in any: for more, see `many_rows`.
-MOST_ROWS, _WITHOUT_GROUPS = 128, 64
+MOST_ROWS = 64  # of x in one call, with the same bits in any: for more, see `many_rows`
 # What tables of the fastest ways are of.
 KERNELS = TunedKernels((SOURCE, GROUP_SOURCE, WIDE_SOURCE), MOST_ROWS)
 _FEW_ROWS = 16  # of x in one launch of `product`
@@ -32,17 +31,16 @@ _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
 _FEW_STRIPES = 256
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _WGMMA = (9, 0)
-_WIDTHS = (16, 32, 64, 128)  # rows of x that clusters multiply at a time
+_WIDTHS = (16, 32, 64)  # rows of x that clusters multiply at a time
 _OTHER_WARPS = 4  # of a block of `group_product`, beside those that multiply
-# Of `wide_product`: pieces of x in shared memory, and for how many turns' sums there is room; by rows of x,
-# blocks of a cluster and warps of a block that multiply. Where four blocks have two parts each, half as many
-# sums pass between them; but of 128 rows they leave registers for eight warps only. On an H200, by eight and
-# by four blocks, before lanes copied words, us: 64 rows with 28672 x 4096 words 66.0 and 59.0
-# (`group_product`: 61.8), with 6144 x 4096 18.5 and 21.0 (19.0), with 4096 x 14336 35.3 and 36.7 (47.4); 128
-# rows 92.4 and 85.4, 24.9 and 24.8, 44.5 and 59.2.
-_PIECES, _ROOMS = 4, 2
-_TEAMS = {64: ((8, 12), (4, 12)), 128: ((8, 12), (4, 8))}
-_LARGE, _FEW_CHUNKS = 384, {64: 3, 128: 2}  # stripes, more than that; chunks of a part, at most
+# Of `wide_product`: rows of x, pieces of them in shared memory, for how many turns' sums there is room, and
+# warps of a block that multiply; blocks of a cluster. Where four blocks have two parts each, half as many
+# sums pass between them. On an H200, by eight and by four blocks, before lanes copied words, us: 64 rows
+# with 28672 x 4096 words 66.0 and 59.0 (`group_product`: 61.8), with 6144 x 4096 18.5 and 21.0 (19.0), with
+# 4096 x 14336 35.3 and 36.7 (47.4).
+_WIDE_ROWS, _PIECES, _ROOMS, _WIDE_WARPS = 64, 4, 2, 12
+_CLUSTERS = 8, 4
+_LARGE, _FEW_CHUNKS = 384, 3  # stripes, more than that; chunks of a part, at most
 TOGETHER = 4  # stripes that a group of warps takes at a time
 _PLANE = 2048  # bytes of a warp's escapes of half a chunk
 # `product` is first where its blocks are busy in a share of their turns: for so many rows of x, at most, and
@@ -130,7 +128,7 @@ def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
     if not 1 <= count <= MOST_ROWS:
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
     made: list[Product] = []
-    if have.capability == _WGMMA and _has_parts(window):
+    if multiplies_in_groups(have, window):
         first = next(number for number, rows in enumerate(_WIDTHS) if rows >= count)
         for rows in reversed(_WIDTHS[max(first - 1, 0) : first + 1]):  # half as many at a time, too
             made += _of_width(window, rows, have.shared_bytes)
@@ -138,9 +136,9 @@ def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
     return alone + made if _is_better_alone(have, window, count) else made + alone
 
 
-def most_rows_of(have: DeviceFacts, window: Window) -> int:
-    """Rows of x, at most, of which each has the same bits in any product on a device."""
-    return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS
+def multiplies_in_groups(have: DeviceFacts, window: Window) -> bool:
+    """Whether groups of warps multiply, by `wgmma`: each block of a cluster has a part of the columns."""
+    return have.capability == _WGMMA and window.stripe_chunks >= PARTS
 
 
 def _is_better_alone(have: DeviceFacts, window: Window, count: int) -> bool:
@@ -166,11 +164,6 @@ def blocks_at_once(shared: int, shared_bytes: int) -> int:
     return 2 if 2 * (shared + 1024) <= shared_bytes + 1024 else 1
 
 
-def _has_parts(window: Window) -> bool:
-    """Whether each block of a cluster has a part of the columns."""
-    return window.stripe_chunks >= PARTS
-
-
 def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
     """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
     tiles = -(-count // 8)
@@ -190,11 +183,11 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
 
 def _of_width(window: Window, rows: int, shared_bytes: int) -> list[Product]:
     """By clusters, with so many rows of x at a time."""
-    groups = _GROUPS.get(rows, ())
+    groups = _GROUPS[rows]
     if rows == 32 and window.stripe_chunks <= PARTS and window.stripes < _FEW_STRIPES:
         groups = groups[::-1]
     made = [it for warps in groups for it in _grouped(window, rows, warps, shared_bytes)]
-    wide = [_wide(window, rows, *it) for it in _teams(window, rows)] if rows in _TEAMS else []
+    wide = [_wide(window, it) for it in _clusters(window)] if rows == _WIDE_ROWS else []
     return [it for it in wide if it.shared <= shared_bytes] + made
 
 
@@ -224,18 +217,18 @@ def _stages(
     return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps + _OTHER_WARPS, PARTS)
 
 
-def _teams(window: Window, rows: int) -> list[tuple[int, int]]:
-    """How many blocks and warps of `wide_product` may multiply, the fastest first."""
-    few = window.stripe_chunks <= PARTS * _FEW_CHUNKS[rows]
-    first, second = _TEAMS[rows]
-    return [second, first] if few and window.stripes > _LARGE else [first, second]
+def _clusters(window: Window) -> tuple[int, ...]:
+    """How many blocks of `wide_product` may be a cluster, the fastest first."""
+    few = window.stripe_chunks <= PARTS * _FEW_CHUNKS
+    return _CLUSTERS[::-1] if few and window.stripes > _LARGE else _CLUSTERS
 
 
-def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
+def _wide(window: Window, cluster: int) -> Product:
     """Groups of warps take turns, and x, which another kernel arranges, passes through shared memory."""
+    rows, warps = _WIDE_ROWS, _WIDE_WARPS
     barriers = 8 * (_ROOMS + _ROOMS * warps // TOGETHER + 2 * _PIECES)
     shared = _PIECES * rows * 128 + _ROOMS * rows * 256 + warps * (_PLANE + CHUNK_BYTES) + barriers
-    defines = matrix_defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
+    defines = matrix_defines(window) | {"NB": rows, "CLUSTER": cluster}
     room, warps = window.stripe_chunks * rows * 512, warps + _OTHER_WARPS
     return Product(rows, WIDE_SOURCE, "wide_product", defines, shared, warps, cluster, room=room)
 

@@ -13,9 +13,10 @@ import numpy as np
 from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
+from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.compiling import Asked, compile_all, submit
+from tpde.cuda.many_rows import FEW, many_way
 from tpde.cuda.many_rows import SOURCE as MANY
-from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import (
     MOST_ROWS,
     SOURCE,
@@ -24,13 +25,14 @@ from tpde.cuda.product_ways import (
     Product,
     blocks_at_once,
     matrix_defines,
-    most_rows_of,
+    multiplies_in_groups,
 )
 from tpde.cuda.window_launches import NO_STEPS, ProductSteps, launch_of, steps_by, steps_of, tuned_ways
 from tpde.errors import UnsupportedDevice
 
 X_AT, _ROOM_AT = 16, 16  # what addresses of rows of x are multiples of, and of room
 _DECODING = "rows", "lookup"  # kernels
+_KEPT = FEW  # rows of x, for which launches are kept: these are few numbers, and come again for each token
 
 
 class DeviceWindow:
@@ -49,12 +51,6 @@ class DeviceWindow:
     ------
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
-
-    Attributes
-    ----------
-    most_rows : int
-        Of x in one call of `product`, in which each has the same bits. More are multiplied where `takes` says
-        that it is faster than decoding.
     """
 
     def __init__(self, window: Window, at: int, device: int) -> None:
@@ -64,7 +60,6 @@ class DeviceWindow:
         places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
         tables = np.frombuffer(window.table, "<u8").tolist()
         self._matrix = (*(at + it for it in places), *tables, window.rows, window.columns)
-        self.most_rows = most_rows_of(self._facts, window)
         self._decodings: dict[tuple[str, int], KernelLaunch] = {}  # by kernels and blocks
         self._products: dict[int, ProductSteps] = {}  # by how many rows x has
         self._latest = 0, NO_STEPS  # of more rows than are kept there
@@ -81,10 +76,10 @@ class DeviceWindow:
         _compile(current(), window.rows, window.columns, window.flags, self._device)
         for name in _DECODING:
             self._decoding(name, window.stripes * window.stripe_chunks)
-        for count in range(1, self.most_rows + 1):
+        for count in range(1, MOST_ROWS + 1):
             self._steps(count)
-        if self.most_rows == MOST_ROWS:
-            launch_of(current(), window, many_way(self._facts, window, MOST_ROWS + 1), self._device)
+        for how in _of_many_rows(self._facts, window):
+            launch_of(current(), window, how, self._device)
 
     def _decoding(self, name: str, chunks: int) -> KernelLaunch:
         """A kernel that takes so many chunks; launches are made once."""
@@ -150,10 +145,8 @@ class DeviceWindow:
         launch(stream, *self._matrix, ids, count, out)
 
     def takes(self, count: int) -> bool:
-        """Whether so many rows of x are to be multiplied straight from the blob: decoding takes longer."""
-        if count <= MOST_ROWS:
-            return count <= self.most_rows
-        return self._steps(count) is not NO_STEPS
+        """Whether so many rows of x are to be multiplied straight from the blob: more where it is faster."""
+        return count <= MOST_ROWS or self._steps(count) is not NO_STEPS
 
     def room(self, count: int) -> int:
         """Bytes on the device that a `product` with so many rows of x takes meanwhile."""
@@ -166,7 +159,7 @@ class DeviceWindow:
             if last == count:
                 return found
             found = steps_of(current(), self.window, count, self._device)
-            if count <= MOST_ROWS:  # there are few such numbers, and they come again for each token
+            if count <= _KEPT:
                 self._products[count] = found
             else:
                 self._latest = count, found
@@ -251,15 +244,20 @@ def _decoding_defines(window: Window) -> dict[str, int]:
     return matrix_defines(window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
 
 
+def _of_many_rows(have: DeviceFacts, window: Window) -> list[Product]:
+    """Ways with all kernels for more than `MOST_ROWS` rows of x, first what takes longest to compile."""
+    if not multiplies_in_groups(have, window):
+        return []
+    return [many_way(have, window, count) for count in (FEW + 1, FEW)]
+
+
 @functools.cache
 def _compile(backend: Backend, rows: int, columns: int, flags: int, device: int) -> None:
     """Have all kernels for matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
-    have = backend.facts(device)
-    most = most_rows_of(have, window)
-    # The one that takes longest, 1.3 s, comes first.
-    firsts = [many_way(have, window, MOST_ROWS + 1)] if most == MOST_ROWS else []
-    firsts += [tuned_ways(backend, window, count, device)[0] for count in range(1, most + 1)]
+    # Those that take longest, 1.3 s, come first.
+    firsts = _of_many_rows(backend.facts(device), window)
+    firsts += [tuned_ways(backend, window, count, device)[0] for count in range(1, MOST_ROWS + 1)]
     products = {it.label: it for it in firsts}.values()
     asked = [Asked(it.source, it.name, it.defines, it.own) for it in products]
     asked += [Asked(SOURCE, name, _decoding_defines(window)) for name in _DECODING]

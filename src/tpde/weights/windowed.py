@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tpde.codec import windows
 from tpde.codec.native import Bytes
+from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import X_AT, DeviceWindow
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.files.thread_count import default_threads
@@ -237,7 +238,7 @@ class Windowed(WindowSource):
     @property
     def most_rows(self) -> int:
         """With how many rows of x, at most, a row has the same bits in any product; 0 on the CPU."""
-        return 0 if self._there is None else self._there.most_rows
+        return 0 if self._there is None else MOST_ROWS
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.

@@ -3,7 +3,7 @@
 // A kernel, `arrange`, writes x as `wgmma` takes it, in pieces of 64 columns; `many_product` multiplies. It adds up all
 // columns one after the other, or those of a run (9.3): sums of 9.2's parts would take more registers than there are.
 //
-// A block takes a tile: eight stripes, one a warp, by NB rows of x. `wgmma` multiplies the words in the registers of a group
+// A block takes a tile: WIDE stripes, one a warp, by NB rows of x. `wgmma` multiplies the words in the registers of a group
 // of four warps by x in shared memory. One more warp has pieces of x copied while others are multiplied; they wait for each
 // other by barriers in shared memory ("mbarrier").
 //
@@ -17,24 +17,25 @@
 // runs; those of other rows it writes to memory. It waits a while for the others, not for long: they may not have started.
 // Then it gives its own rows up to the last to come.
 //
-// Macros: those of window.cuh; NB, rows of x of a tile: 256.
+// Macros: those of window.cuh; NB, rows of x of a tile: 128 or 256; WIDE, warps that multiply: 8, or 12 with 128 rows of x.
 
-#define FLAGS 2048u  // words, of warps: whether sums are there, of each block; of how many runs they are, of each tile
+#define FLAGS (WIDE * 256u)  // words, of warps: whether sums are there, of each block; of how many runs they are, of each tile
 
 #include "window.cuh"
 #include "hopper.cuh"
 #include "window_halves.cuh"
 
 #define TILES (NB / 8u)
-#define WIDE 8u    // warps that multiply
-#define OTHERS 4u  // and those that do not: registers are shared out by four warps
+#define OTHERS 4u  // warps that do not multiply: registers are shared out by four warps
 #define STAGES 4u  // pieces of x in shared memory
 #define ENDED 2048u  // bytes of a warp's ended sums: 16 rows of the matrix, 64 of x
 #define ROOM (2 * HALF_PLANE + CHUNK_BYTES + ENDED)  // of a warp: two planes of escapes, a chunk, ended sums
-// Registers of threads that multiply, and of others. All have 168 at first, and 64 Ki are there.
-#define REGISTERS 232
-#define OTHER_REGISTERS 40
-static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, 168));
+// Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
+#define REGISTERS (WIDE == 12 ? 152 : 232)
+#define OTHER_REGISTERS (WIDE == 12 ? 56 : 40)
+static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
+// Tiles of the matrix that are decoded before their products begin, where registers have room for their words.
+#define AT_ONCE (WIDE == 12 ? 1u : 2u)
 
 #define POLLS 32u  // how often a block looks whether others have come: each takes as long as a load from the cache
 #define SUM_BYTES (WIDE * NB * 64)  // of a tile
@@ -303,21 +304,24 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
           const u64 at = x_there + (stage * X_PIECE >> 4);
           Pair pair;
           take_pair(pair, held, pairs, plane, p, lane);
-          u32 w[2][8];
 #pragma unroll
-          for (u32 t = 0; t < 2; t++) words_of(codes, pair, r, p, t, w[t]);
-          wait_on(filled + 8 * stage, parity);
-          registers_are_set();
+          for (u32 first = 0; first < 2; first += AT_ONCE) {
+            u32 w[AT_ONCE][8];
 #pragma unroll
-          for (u32 t = 0; t < 2; t++) multiply_tile(sum, w[t], at, t);
-          commit();
-          if (p == 0) put_entries(planes + HALF_PLANE, m, now, a, b, 1, lane);
-          if (p == 2) {
-            const Put c = put_of(m, coming.first, lane < coming.count), d = put_of(m, coming.second, lane + 32 < coming.count);
-            put_entries(planes, m, coming, c, d, 0, lane);
+            for (u32 t = 0; t < AT_ONCE; t++) words_of(codes, pair, r, p, first + t, w[t]);
+            if (first == 0) wait_on(filled + 8 * stage, parity);
+            registers_are_set();
+#pragma unroll
+            for (u32 t = 0; t < AT_ONCE; t++) multiply_tile(sum, w[t], at, first + t);
+            commit();
+            if (first == 0 && p == 0) put_entries(planes + HALF_PLANE, m, now, a, b, 1, lane);
+            if (first == 0 && p == 2) {
+              const Put c = put_of(m, coming.first, lane < coming.count), d = put_of(m, coming.second, lane + 32 < coming.count);
+              put_entries(planes, m, coming, c, d, 0, lane);
+            }
+            wait_for_products<1>();  // those before have ended
+            if (first == 0 && (i > begin || p)) leave();
           }
-          wait_for_products<1>();  // those of the piece before have ended
-          if (i > begin || p) leave();
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         __syncwarp();  // the next chunk comes where this one was read

@@ -1,4 +1,4 @@
-// window_wide.cu: products of up to 128 rows with a matrix in the window layout (docs/windows.md 9), on Hopper GPUs.
+// window_wide.cu: products of up to 64 rows with a matrix in the window layout (docs/windows.md 9), on Hopper GPUs.
 //
 // A kernel, `arrange`, writes x as `wgmma` takes it, in pieces of 64 columns; `wide_product` multiplies.
 //
@@ -10,8 +10,7 @@
 // A block has WIDE warps that multiply, one that has pieces of x copied while others are multiplied, and three that add
 // sums up and store y. All wait for each other by barriers in shared memory ("mbarrier").
 //
-// Macros: those of window.cuh; NB, the most rows of x: 64 or 128; CLUSTER, blocks: 8, or 4 with two parts each; WIDE, 12,
-// or 8 where two parts' sums take more registers.
+// Macros: those of window.cuh; NB, the most rows of x: 64; CLUSTER, blocks: 8, or 4 with two parts each.
 
 #define STRIPES 4u
 #include "window.cuh"
@@ -20,20 +19,19 @@
 #include "window_halves.cuh"
 
 #define EACH (PARTS / CLUSTER)  // parts of a block
-#define OTHERS 4u               // warps that do not multiply
+#define WIDE 12u                // warps that multiply
+#define OTHERS 4u               // and those that do not
 #define ENDERS 3u               // of them, those that end sums
 #define ALL_WARPS (WIDE + OTHERS)
 #define GROUPS (WIDE / 4u)
-// Tiles that are decoded before their products begin, where registers have room for their words.
-#define AT_ONCE (WIDE == 8 ? 2u : 1u)
 #define STAGES 4u                 // pieces of x in shared memory: a chunk's
 #define ROOMS 2u                  // for turns' sums
 // Barriers of rooms that have been read: a turn's group waits for each of its own once, whichever groups were there before.
 #define READS (ROOMS * GROUPS)
-// Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 12 ? 152 : 224)
+// Registers of threads that multiply, and of others. All have 128 at first, and 64 Ki are there.
+#define REGISTERS 152
 #define OTHER_REGISTERS 56
-static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
+static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, 128));
 
 // As `product` of window.cu, of rows that were arranged.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
@@ -176,17 +174,15 @@ wide_product(MATRIX, const u8* x, u32 n, u16* __restrict__ y, u64 y_stride, cons
               Pair pair;
               take_pair(pair, held, pairs, plane, p, lane);
 #pragma unroll
-              for (u32 first = 0; first < 2; first += AT_ONCE) {
-                u32 w[AT_ONCE][8];
-#pragma unroll
-                for (u32 t = 0; t < AT_ONCE; t++) words_of(codes, pair, r, p, first + t, w[t]);
-                if (first == 0) wait_on(filled + 8 * p, parity);
+              for (u32 t = 0; t < 2; t++) {
+                u32 w[8];
+                words_of(codes, pair, r, p, t, w);
+                if (t == 0) wait_on(filled + 8 * p, parity);
                 registers_are_set();
-#pragma unroll
-                for (u32 t = 0; t < AT_ONCE; t++) multiply_tile(sum[h], w[t], at, first + t);
+                multiply_tile(sum[h], w, at, t);
                 commit();
                 wait_for_products<1>();  // those before have ended
-                if (first == 0 && h + i + p) leave(p);
+                if (t == 0 && h + i + p) leave(p);
               }
             }
             __syncwarp();  // the next chunk comes where this one was read

@@ -19,8 +19,8 @@ MUTANTS = (
     mutant(
         "group-products-anywhere",
         "cuda/product_ways.py",
-        "    if have.capability == _WGMMA and _has_parts(window):",
-        "    if _has_parts(window):",
+        "return have.capability == _WGMMA and window.stripe_chunks >= PARTS",
+        "return window.stripe_chunks >= PARTS",
         "devices without wgmma are given it",
         _WAYS,
     ),
@@ -35,17 +35,9 @@ MUTANTS = (
     mutant(
         "group-products-of-short-rows",
         "cuda/product_ways.py",
-        "    if have.capability == _WGMMA and _has_parts(window):",
-        "    if have.capability == _WGMMA:",
+        "return have.capability == _WGMMA and window.stripe_chunks >= PARTS",
+        "return have.capability == _WGMMA",
         "blocks of a cluster have no part, and wait for ever",
-        _WAYS,
-    ),
-    mutant(
-        "many-rows-of-short-ones",
-        "cuda/product_ways.py",
-        "return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS",
-        "return MOST_ROWS if have.capability == _WGMMA else _WITHOUT_GROUPS",
-        "short rows are multiplied sixteen at a time where decoding is faster",
         _WAYS,
     ),
     mutant(
@@ -91,8 +83,8 @@ MUTANTS = (
     mutant(
         "wide-products-of-what-is-not-there",
         "cuda/kernels/window_wide.cu",
-        "if (first == 0) wait_on(filled + 8 * p, parity)",
-        "if (first == 0) wait_on(filled + 8 * p, parity ^ 1)",
+        "if (t == 0) wait_on(filled + 8 * p, parity)",
+        "if (t == 0) wait_on(filled + 8 * p, parity ^ 1)",
         "x is multiplied before it has come",
         _CLUSTERS,
     ),
