@@ -95,6 +95,7 @@ def test_bits(
         (335, 1024, 65, 4, 2),  # fewer groups of rows of x than runs
         (48, 2050, 50, 8, 1),
         (300, 1400, 200, 3, 2),
+        (100, 4200, 65, 16, 1),  # as many runs as there may be
     ],
 )
 def test_runs(
@@ -132,6 +133,8 @@ def test_what_is_multiplied() -> None:
     few = (28672, 4096), (4096, 14336), (4096, 4096), (3072, 2048), (2048, 8192), (128256, 2048)
     assert all(beats_decoding(H100, sections(*shape), count) for shape in few for count in (65, 128))
     assert not beats_decoding(H100, sections(1000, 3000), 128)  # 18 us on an H200, decoding 15.5
+    part = H100._replace(multiprocessors=16)  # which also decodes and multiplies as much more slowly
+    assert all(beats_decoding(part, sections(28672, 4096), count) for count in (65, 128, 512))
 
 
 @pytest.mark.parametrize(

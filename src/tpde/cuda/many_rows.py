@@ -49,6 +49,7 @@ class Tiles(NamedTuple):
 _MANY = Tiles(256, 8, 0.0128)
 _FEW = Tiles(128, 8, 0.0092), Tiles(128, 12, 0.0123)
 FEW = 128  # rows of x, up to which tiles are some of these
+_WHOLE = 132  # multiprocessors of it; a part of a GPU has as much less of all else
 _LAUNCH, _DECODING = 4.0, 1.26e-6
 _LIBRARY, _LIBRARY_ROW = 0.72e-6, 2.6e-9
 _ARRANGING = 0.8e-6  # of `arrange`, a word of x
@@ -82,10 +83,11 @@ def beats_decoding(have: DeviceFacts, window: Window, count: int) -> bool:
         return False
     if room_of(have, window, count) > _most_room(window):
         return False
-    words, columns = window.rows * window.columns, 256 * window.stripe_chunks
+    part, columns = _WHOLE / have.multiprocessors, 256 * window.stripe_chunks
+    words = window.rows * window.columns * part
     library = _LAUNCH + words * max(_LIBRARY, count * _LIBRARY_ROW)
     rounds = _rounds(have, window, count, shares_of(have, window, count))
-    return _LAUNCH + columns * count * _ARRANGING + rounds < 1 + words * _DECODING + library
+    return _LAUNCH + columns * count * part * _ARRANGING + rounds < 1 + words * _DECODING + library
 
 
 def shares_of(have: DeviceFacts, window: Window, count: int) -> Shares:

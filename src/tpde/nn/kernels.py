@@ -57,12 +57,12 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
 
     With `"exact"`, weights are decoded, and PyTorch multiplies: outputs are the plain model's, bit for bit.
     With `"fused"`, bf16 weights are put in the window layout (docs/windows.md), about 11.25 bits each, and up
-    to 64 rows of inputs at a time (on Hopper GPUs, 128) are multiplied by kernels that decode on the way. On
-    an H100 that is 1.55 times as fast as multiplying with plain weights with one row, 1.45 times with 16, 1.2
-    with 64. Every weight is exact. Sums are in fp32, in an order that depends on the number of columns alone:
-    a row's result has the same bits in every such batch, but not those of the plain model. So it is with
-    experts, of up to 512 tokens, or 32 rows an expert. Gradients take decoded weights, and so do longer
-    inputs, or on Hopper GPUs, where that is faster, other kernels that decode on the way.
+    to 64 rows of inputs at a time are multiplied by kernels that decode on the way. On an H100 that is 1.55
+    times as fast as multiplying with plain weights with one row, 1.45 times with 16, 1.2 with 64. Every
+    weight is exact. Sums are in fp32, in an order that depends on the number of columns alone: a row's result
+    has the same bits in every such batch, but not those of the plain model. So it is with experts, of up to
+    512 tokens, or 32 rows an expert. Gradients take decoded weights, and so do longer inputs, or on Hopper
+    GPUs, where that is faster, other kernels that decode on the way.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ __device__ __forceinline__ float4 of_blocks(const float4* v) {
 }
 
 // Send a warp's sums of its stripe, `beside` others of the turn, to the blocks that end them, meanwhile. Its own block's it
-// stores: sending those as well takes 4 us of 96, of 28672 x 4096 words with 128 rows of x on an H100.
+// stores: sending those as well took 4 us of 96, of 28672 x 4096 words when clusters had 128 rows of x, on an H100.
 __device__ __forceinline__ void send_sums(const float* sum, const Room& to, u32 rank, u32 beside, u32 lane) {
 #pragma unroll
   for (u32 t = 0; t < TILES; t++) {

@@ -137,10 +137,10 @@ def from_pretrained(
         Each takes what differs, about 5.5 bits for each weight that changed. Not with `vram`.
     kernels : {"exact", "fused"}
         How linear layers are computed. With `"exact"`, weights are decoded, and outputs are the plain
-        model's. With `"fused"`, up to 64 rows of inputs (on Hopper GPUs, 128) are multiplied straight from
-        packed weights: a few sequences get their tokens faster than from plain weights on a GPU. Weights
-        are exact, sums are added in another order than the matrix library's, the same for all batch sizes:
-        see `tpde.nn.set_kernels`.
+        model's. With `"fused"`, up to 64 rows of inputs are multiplied straight from packed weights: a few
+        sequences get their tokens faster than from plain weights on a GPU. Weights are exact, sums are added
+        in another order than the matrix library's, the same in batches of any size up to that: see
+        `tpde.nn.set_kernels`.
         With `vram`, that is so for weights that stay on the device for it where that makes tokens faster;
         those that are streamed are decoded, and multiplied as with `"exact"`. Not with `deltas`.
     pack : bool
