@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.harness.gpu import graph_of
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
-from tpde.cuda.expert_ways import MOST_TOKENS
 
 TITLE, NEEDS_GPU = "Experts from the window layout", True
 MOST_ERROR = 1.01  # of PyTorch's
@@ -85,7 +84,7 @@ class ExpertWeight:
 
     def fused(self, x: Any, routes: Routes) -> Any:
         """The product from windows: rows in the router's order."""
-        return self.held.product(x, routes.ids, routes.ids.numel() // len(x), None)
+        return self.held.product(x, routes.ids, routes.ids.numel() // len(x), None, routes.tokens)
 
     def library(self, x: Any, routes: Routes) -> Any:
         """PyTorch's: of the rows of x that `routes` has sorted."""
@@ -109,11 +108,14 @@ class Routes:
         Where the rows of each expert end then.
     grouped : bool
         Whether PyTorch's grouped product runs.
+    tokens : int
+        How many rows x has.
     """
 
     def __init__(self, chosen: Any, experts: int) -> None:
         import torch
 
+        self.tokens = len(chosen)
         self.ids = chosen.reshape(-1).contiguous()
         self.order = torch.argsort(self.ids, stable=True)
         self.ends = torch.cumsum(torch.bincount(self.ids, minlength=experts), 0, dtype=torch.int32)
@@ -210,7 +212,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, MOST_TOKENS]
+        "--rows",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000],
     )
     parser.add_argument("--runs", type=int, default=9)
 

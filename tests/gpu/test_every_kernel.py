@@ -14,7 +14,9 @@ from support.packed import pack
 from support.tiles import KINDS, share_out
 
 import tpde
+from tpde.cuda import window_experts
 from tpde.cuda.backend import current, launching_on
+from tpde.cuda.many_experts import WAYS, ManyExperts
 from tpde.cuda.many_rows import many_way
 from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import DeviceWindow
@@ -125,8 +127,26 @@ def test_experts() -> None:
     assert_same_bits(packed.decoded(), plain)
     x = torch.randn((9, 300), device="cuda").bfloat16()
     ids = torch.tensor([0, 2, 2, 1, 0, 1, 2, 0, 1], device="cuda")
-    found = packed.experts.product(x, ids, 1, None)
-    assert_same_bits(packed.experts.product(x[:2], ids[:2], 1, None), found[:2])
+    found = packed.experts.product(x, ids, 1, None, 9)
+    assert_same_bits(packed.experts.product(x[:2], ids[:2], 1, None, 2), found[:2])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda it: f"{it.rows}x{it.warps}")
+def test_experts_with_many_rows(way: ManyExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed, arranged and multiplied: batches that are whole and not, an expert without rows."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs decode experts for so many rows")
+    monkeypatch.setattr(window_experts, "_way_of", lambda *_: way)
+    source = WindowedExperts.of_plain(weights(4, 212, 600), "experts", 10.0, False)
+    assert source is not None
+    experts = PackedTensor(source).experts
+    x = torch.randn((way.rows + 70, 600), device="cuda").bfloat16()
+    ids = torch.randint(-1, 3, (len(x),), device="cuda")
+    ids[: way.rows + 9] = 1
+    found = experts.product(x, ids, 1, None, 65)
+    for some in (slice(2), slice(way.rows, None)):
+        assert_same_bits(experts.product(x[some], ids[some], 1, None, 65), found[some])
+    assert not found[ids < 0].float().any()
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])

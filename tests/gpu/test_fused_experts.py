@@ -23,6 +23,7 @@ pytestmark = needs_cuda
 # Experts, rows, columns: a part of a sum, three, eight, tails, odd columns.
 SHAPES = [(3, 16, 64), (8, 96, 768), (128, 192, 2048), (4, 130, 2883), (5, 34, 300), (2, 64, 14336)]
 SHAPES += [(6, 2000, 300)]
+FEW = 64  # tokens, up to which rows have the bits that they have alone
 
 
 def words(experts: int, rows: int, columns: int) -> Any:
@@ -87,22 +88,22 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int]) -> No
             )
             for packed in kinds:
                 for kind in (torch.int64, torch.int32):
-                    found = packed.experts.product(x, ids.to(kind), each, added)
+                    found = packed.experts.product(x, ids.to(kind), each, added, FEW)
                     assert torch.equal(bits(found), bits(needed))
                 for count in (1, 3, 8, 9, 33, 200):
-                    some = packed.experts.product(x[:count], ids[: count * each], each, added)
+                    some = packed.experts.product(x[:count], ids[: count * each], each, added, FEW)
                     assert torch.equal(bits(some), bits(needed[: count * each]))
     same = torch.full((MOST_TOKENS,), experts - 1, device="cuda")
     alone = torch.cat([single[-1].product(row[None], None, False) for row in x])
     for packed in kinds:
-        assert torch.equal(bits(packed.experts.product(x, same, 1, None)), bits(alone))
+        assert torch.equal(bits(packed.experts.product(x, same, 1, None, FEW)), bits(alone))
         for none in (experts, -1):  # vLLM marks padding by -1
             for kind in (torch.int64, torch.int32):
-                found = packed.experts.product(x, torch.full_like(same, none, dtype=kind), 1, None)
+                found = packed.experts.product(x, torch.full_like(same, none, dtype=kind), 1, None, FEW)
                 assert not found.float().any()
                 some = same.to(kind, copy=True)
                 some[5:] = none
-                found = packed.experts.product(x, some, 1, None)
+                found = packed.experts.product(x, some, 1, None, FEW)
                 assert torch.equal(bits(found[:5]), bits(alone[:5]))
                 assert not found[5:].float().any()
 
@@ -132,7 +133,7 @@ def test_the_error_is_the_matrix_librarys() -> None:
     ids = torch.randint(0, 16, (64,), device="cuda", generator=draw)
     needed = (plain[ids].double() @ x.double().unsqueeze(-1)).squeeze(-1)
     theirs = torch.bmm(plain[ids], x.unsqueeze(-1)).squeeze(-1)
-    ours = one(plain).experts.product(x, ids, 1, None)
+    ours = one(plain).experts.product(x, ids, 1, None, FEW)
     assert (ours.double() - needed).norm() <= 1.01 * (theirs.double() - needed).norm()
 
 
@@ -165,16 +166,16 @@ def test_graphs_follow_the_router() -> None:
     experts = one(plain).experts
     x = torch.randn((8, 2048), device="cuda", generator=draw).bfloat16()
     ids = torch.zeros(32, dtype=torch.int64, device="cuda")
-    experts.product(x, ids, 4, None)
+    experts.product(x, ids, 4, None, FEW)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = experts.product(x, ids, 4, None)
+        found = experts.product(x, ids, 4, None, FEW)
     for _ in range(5):
         ids.copy_(torch.randint(0, 33, (32,), device="cuda", generator=draw))
         x.copy_(torch.randn(x.shape, device="cuda", generator=draw))
         graph.replay()
-        assert torch.equal(bits(found), bits(experts.product(x, ids, 4, None)))
+        assert torch.equal(bits(found), bits(experts.product(x, ids, 4, None, FEW)))
 
 
 def ids_of(batch: int, length: int) -> Any:

@@ -20,7 +20,7 @@ from tpde.weights.expert_products import Experts
 
 def alone(weight: PackedTensor, x: Any, numbers: Any, bias: Any = None) -> Any:
     """Each row by itself."""
-    rows = [weight.experts.product(x[i : i + 1], numbers[i : i + 1], 1, bias) for i in range(len(numbers))]
+    rows = [weight.experts.product(x[i : i + 1], numbers[i : i + 1], 1, bias, 1) for i in range(len(numbers))]
     return torch.cat(rows)
 
 
@@ -134,15 +134,24 @@ def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     experts = experts_of(fused)[0].experts
     assert not experts.fits(1, 1)  # there is no GPU
     experts = experts_of(as_on_gpu(fused))[0].experts
-    most = expert_ways.MOST_EACH * experts._count
-    assert experts.fits(expert_ways.MOST_TOKENS, most)
-    assert not experts.fits(expert_ways.MOST_TOKENS + 1, most)
+    there = experts._there
+    most = expert_ways.MOST_EACH * there._experts
+    assert experts.fits(1, most)
+    assert experts.fits(most // 2, 2)
     assert not experts.fits(1, most + 1)
-    assert not experts.fits(0, 0)
-    experts._count = expert_ways.MOST_EXPERTS
+    assert not experts.fits(most // 2 + 1, 2)
+    assert not experts.fits(0, 1)
+    assert not experts.fits(1, 0)
+    there._experts = expert_ways.MOST_EXPERTS
+    assert experts.fits(expert_ways.MOST_TOKENS, 1)
+    assert not experts.fits(expert_ways.MOST_TOKENS + 1, 1)
     assert experts.fits(1, expert_ways.MOST_ROUTED)
     assert not experts.fits(1, expert_ways.MOST_ROUTED + 1)
-    experts._count += 1
+    there._most_rows = 3000  # as where many rows are multiplied at a time
+    assert experts.fits(1000, 3)
+    assert not experts.fits(1001, 3)
+    assert not experts.fits(1, expert_ways.MOST_ROUTED + 1)
+    there._experts += 1
     assert not experts.fits(1, 1)
 
 
@@ -214,7 +223,7 @@ def test_the_operator(fused: Any) -> None:
     slot = layers(fused)[0].tpde_slots["gate_up_proj"]
     x, numbers = torch.randn(4, 64).bfloat16(), torch.tensor([0, 3, 1, 1])
     width = slot.packed.experts.width
-    given = (x, numbers, None, slot.key, width, 1)
+    given = (x, numbers, None, slot.key, width, 2)
     torch.library.opcheck(torch.ops.tpde.experts_linear, given, test_utils=("test_schema", "test_faketensor"))
     with pytest.raises(InvalidInput, match="rows of"):
         torch.ops.tpde.experts_linear(x[:, :63], *given[1:])
@@ -222,7 +231,7 @@ def test_the_operator(fused: Any) -> None:
     with pytest.raises(NotImplementedError, match="gradients do not flow"):
         y.float().sum().backward()
     with pytest.raises(InvalidInput, match="no longer exist"):
-        torch.ops.tpde.experts_linear(x.detach(), numbers, None, 1 << 40, width, 1)
+        torch.ops.tpde.experts_linear(x.detach(), numbers, None, 1 << 40, width, 2)
 
 
 def test_what_was_recorded_stays(fused: Any, as_on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -73,6 +73,36 @@ class Made:
         return np.concatenate((self._multiplied[:count], self._multiplied[-1:]))
 
 
+def fp32(words: Any) -> Any:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def of_runs(made: Made, runs: int) -> Any:
+    """What windows.md 9.3 says of a matrix."""
+    return sums_of_runs(made.x[:, : made.window.columns], windows.decode(made.blob), made.bias, runs)
+
+
+def sums_of_runs(x: Any, matrix: Any, bias: Any, runs: int = 1) -> Any:
+    """What windows.md 9.3 says, with sums of 16 products as the emulated instruction has them."""
+    columns = matrix.shape[1]
+    sides = fp32(x).astype(np.float64), fp32(matrix).astype(np.float64)
+    x, words = (np.pad(it, ((0, 0), (0, -columns % 32))) for it in sides)
+    chunks, all_sums = -(-columns // 256), list[Any]()
+    for run in range(runs):
+        sums = np.zeros((len(x), len(words)), np.float32)
+        first, end = (256 * (chunks * it // runs) for it in (run, run + 1))
+        for tile in range(first, min(end, x.shape[1]), 32):
+            for fragment in (0, 4):
+                products = np.zeros(sums.shape)
+                for k in range(16):
+                    column = tile + fragment + 8 * (k // 2 % 4) + k % 2 + 2 * (k // 8)
+                    products += np.outer(x[:, column], words[:, column])
+                sums = (sums.astype(np.float64) + products).astype(np.float32)
+        all_sums.append(sums)
+    bits = (functools.reduce(np.add, all_sums) + fp32(bias)).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 @functools.lru_cache(maxsize=8)
 def made(rows: int, columns: int, escapes: bool) -> Made:
     """A matrix and 64 rows of x, for several tests."""

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from support.backends import MadeBackend, MadeKernel
 from support.emulated import CPU
-from support.emulated_products import Made
+from support.emulated_products import Made, of_runs
 from support.tiles import KINDS, share_out
 from support.window_products import H200, Launches, there
 
-from tpde.codec import windows
 from tpde.codec.windows import sections
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.many_rows import MOST, beats_decoding, blocks_of, many_way, room_of, shares_of
 from tpde.cuda.window_launches import NO_STEPS, steps_of
 
 H100 = DeviceFacts("H100", (9, 0), 132, H200)
-
-
-def fp32(words: Any) -> Any:
-    return (words.astype(np.uint32) << 16).view(np.float32)
-
-
-def of_runs(made: Made, runs: int) -> Any:
-    """What windows.md 9.3 says, with sums of 16 products as the emulated instruction has them."""
-    columns = made.window.columns
-    sides = fp32(made.x[:, :columns]).astype(np.float64), fp32(windows.decode(made.blob)).astype(np.float64)
-    x, words = (np.pad(it, ((0, 0), (0, -columns % 32))) for it in sides)
-    chunks, all_sums = -(-columns // 256), list[Any]()
-    for run in range(runs):
-        sums = np.zeros((len(x), len(words)), np.float32)
-        first, end = (256 * (chunks * it // runs) for it in (run, run + 1))
-        for tile in range(first, min(end, x.shape[1]), 32):
-            for fragment in (0, 4):
-                products = np.zeros(sums.shape)
-                for k in range(16):
-                    column = tile + fragment + 8 * (k // 2 % 4) + k % 2 + 2 * (k // 8)
-                    products += np.outer(x[:, column], words[:, column])
-                sums = (sums.astype(np.float64) + products).astype(np.float32)
-        all_sums.append(sums)
-    bits = (functools.reduce(np.add, all_sums) + fp32(made.bias)).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 @pytest.mark.parametrize(

@@ -113,17 +113,23 @@ def test_kernels_of_experts_are_compiled_ahead(launch_on: Any) -> None:
         return MadeKernel(lambda *_, **__: None, 15)
 
     have = DeviceFacts("GPU", (9, 0), 132, H200)
+    many = 3  # ways with many rows, beside two kernels that list and arrange them
     for experts, rows, columns, products in ((128, 1536, 2048, 4), (8, 512, 14336, 1)):
         launch_on(MadeBackend(kernel, have))
         window_experts.compile_ahead(experts, rows, columns, 0)
-        found = {asked.get(timeout=20) for _ in range(2 + 2 + products)}
-        names = ["encode", *["experts_product"] * products, "experts_rows", "experts_sum", "plan_long"]
+        found = {asked.get(timeout=20) for _ in range(2 + 2 + products + many + 2)}
+        names = ["encode", "experts_arranged", "experts_listed", *["experts_many"] * many]
+        names += [*["experts_product"] * products, "experts_rows", "experts_sum", "plan_long"]
         assert sorted(name for name, _ in found) == names
         window = sections(rows, columns)
         made = window_experts.DeviceExperts([(window, 128)] * experts, experts, False, 0)
         made.prepare()
         for count in range(1, expert_ways.MOST_ROUTED + 1):
             made._launch(count)
+        for tokens in (65, 128, 256, 1000, 4000):
+            how = made._way(tokens, 8 * tokens)
+            if how is not None:
+                window_experts._many(window_experts.current(), columns, experts, how, 0)
         assert {asked.get() for _ in range(asked.qsize())} <= found
 
 

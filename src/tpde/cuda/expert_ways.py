@@ -9,9 +9,9 @@ from tpde.cuda.product_ways import WARP_BYTES, blocks_at_once
 
 SOURCE = "window_experts.cu"
 MOST_EXPERTS = 1024  # of a weight: what shared memory has room for
-# Of a call: with more, all experts are decoded, and a library multiplies. With 128 experts of 768 x 2048
-# words, of which each token has 8, 512 tokens take an H100 0.78 ms, decoding 0.76 and vLLM's products then
-# 0.47; 1,000 tokens 1.33, and 1.29 so.
+# Of a call: with more, `many_experts` has a way, or all experts are decoded, and a library multiplies. With
+# 128 experts of 768 x 2048 words, of which each token has 8, 512 tokens take an H100 0.78 ms, decoding 0.76
+# and vLLM's products then 0.47; 1,000 tokens 1.33, and 1.29 so.
 MOST_TOKENS, MOST_EACH = 512, 32  # and rows of y for each expert there is, on average
 MOST_ROUTED = 4096  # rows of y in one launch: what shared memory has room for
 
@@ -84,6 +84,16 @@ def expert_products(
         made.append(ExpertProduct(rows, alone, warps, blocks, defines | {"WARPS": warps}, shared))
     made.sort(key=lambda it: (it.alone is together, it.rows > best, -it.rows))
     return [it for it in made if it.shared <= have.shared_bytes]
+
+
+def few_rows(experts: int, tokens: int, count: int) -> bool:
+    """Whether a call of so many tokens, for so many rows of y, may be computed by these ways.
+
+    How the router spreads them is not asked.
+    """
+    if experts > MOST_EXPERTS:
+        return False
+    return 0 < tokens <= MOST_TOKENS and 0 < count <= min(MOST_ROUTED, MOST_EACH * experts)
 
 
 def expert_ways(columns: int, stripes: int, experts: int, have: DeviceFacts) -> list[ExpertProduct]:

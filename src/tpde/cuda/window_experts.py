@@ -16,14 +16,20 @@ from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda import window_encode
 from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.compiling import Asked, compile_all, submit
-from tpde.cuda.expert_ways import MOST_ROUTED, SOURCE, expert_products, expert_ways
-from tpde.cuda.product_ways import WARP_BYTES, WARPS, blocks_at_once
+from tpde.cuda.expert_ways import MOST_ROUTED, SOURCE, expert_products, expert_ways, few_rows
+from tpde.cuda.many_experts import LISTED_SOURCE, ManyExperts, most_rows, way_of, ways_of
+from tpde.cuda.many_experts import SOURCE as MANY_SOURCE
+from tpde.cuda.product_ways import MOST_ROWS, WARP_BYTES, WARPS, blocks_at_once
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 
 _SUM_THREADS, _SUM_COLUMNS = 128, 512  # of a block of `experts_sum`
+_LISTERS, _ARRANGERS, _BESIDE = 1024, 256, 8  # threads of blocks that list and arrange, and how many of these
 _HELD_WORDS = 8  # of 64 bits, of a matrix in the table
 _MOST_CHUNKS = 1 << 31  # that a launch counts
+_ROOM_AT = 128  # what addresses of room are multiples of
+_LISTING = "experts_listed", "experts_arranged"
+_way_of = functools.lru_cache(maxsize=4096)(way_of)  # a model's layers ask for the same
 
 
 class DeviceExperts:
@@ -83,7 +89,8 @@ class DeviceExperts:
             row[:4] = [at + it for it in places]
             row[4:6] = np.frombuffer(window.table, "<u8")
             row[6] = bool(window.flags & FLAG_ZERO)
-        self._shape = self.rows, self.columns
+        self._shape, self._facts = (self.rows, self.columns), current().facts(device)
+        self._most_rows = most_rows(self._facts, self.columns, self._stripes, experts)
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -132,6 +139,22 @@ class DeviceExperts:
                 self._turned,
             )
 
+    def takes(self, tokens: int, each: int) -> bool:
+        """Whether products of so many tokens, with so many rows of y each, are computed from windows."""
+        # Comparisons alone: a compiler may trace them, with a number of tokens that it does not know.
+        count = tokens * each
+        return few_rows(self._experts, tokens, count) or (tokens > MOST_ROWS and count <= self._most_rows)
+
+    def room(self, tokens: int, count: int) -> int:
+        """Bytes on the device that `product` takes meanwhile."""
+        how = self._way(tokens, count)
+        return 0 if how is None else how.room(self.columns, self._experts, count).nbytes
+
+    def _way(self, tokens: int, count: int) -> ManyExperts | None:
+        if tokens <= MOST_ROWS:
+            return None
+        return _way_of(self._facts, self.columns, self._stripes, self._experts, tokens, count)
+
     def product(
         self,
         x: int,
@@ -144,6 +167,8 @@ class DeviceExperts:
         stream: int,
         *,
         wide: bool = True,
+        tokens: int = 1,
+        room: int = 0,
     ) -> None:
         """Multiply rows of x by the experts that they are for (windows.md 9).
 
@@ -158,7 +183,7 @@ class DeviceExperts:
             Address of the expert of each row of y. The number after the last one and those below 0 stand
             for none, and give zeros; others that are none's end in a trap.
         count : int
-            Rows of y, at most `MOST_ROUTED`.
+            Rows of y, as many as `takes` says, or at most `MOST_ROUTED` of up to `MOST_ROWS` tokens.
         y : int
             Address of room for them, `width` words each.
         bias : int
@@ -167,14 +192,25 @@ class DeviceExperts:
             The stream's handle. The kernel may start as `DeviceWindow.product` does.
         wide : bool
             Whether `ids` are integers of 64 bits; otherwise of 32.
+        tokens : int
+            Of the call.
+        room : int
+            Address of as many bytes as `self.room` gives, a multiple of 128; what follows in the stream may
+            use them.
 
         Raises
         ------
         ValueError
-            If x does not lie as it must, or there are too many rows.
+            If x or the room does not lie as it must, or there are too many rows.
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
+        how = self._way(tokens, count)
+        if how is not None:
+            if not room or room % _ROOM_AT:
+                raise ValueError(f"room for {count} rows of y at {room:#x}, not at a multiple of {_ROOM_AT}")
+            self._product_of_many(how, x, x_stride, per, (ids, wide, count), y, bias, stream, room)
+            return
         if not 1 <= count <= MOST_ROUTED:
             raise ValueError(f"{count} rows of y, 1 to {MOST_ROUTED} are taken at a time")
         self._launch(count)(
@@ -192,6 +228,26 @@ class DeviceExperts:
             y,
             bias,
         )
+
+    def _product_of_many(
+        self,
+        how: ManyExperts,
+        x: int,
+        x_stride: int,
+        per: int,
+        rows: tuple[int, bool, int],
+        y: int,
+        bias: int,
+        stream: int,
+        room: int,
+    ) -> None:
+        at, head = how.room(self.columns, self._experts, rows[-1]), room
+        batches, eights, order, to = (room + it for it in at[:-1])
+        lists, arranges, multiplies = _many(current(), self.columns, self._experts, how, self._device)
+        routed = *rows, self._experts
+        lists(stream, *routed, how.rows, head, batches, eights, order)
+        arranges(stream, x, x_stride, per, self.columns, *routed, head, eights, order, to, y, self.width)
+        multiplies(stream, self.table_at, self.parts, *self._shape, head, batches, order, to, y, bias)
 
     def weighted(self, y: int, scores: int, tokens: int, each: int, out: int, stream: int) -> None:
         """Add up what a router's choice gave for each token, each times its score.
@@ -235,7 +291,12 @@ def _compile(backend: Backend, columns: int, stripes: int, experts: int, device:
     asked = [Asked(SOURCE, name, tail) for name in ("experts_rows", "experts_sum")]
     ways = expert_ways(columns, stripes, experts, have)
     products = {tuple(it.defines.items()): it.defines for it in ways}.values()
-    compile_all(backend, [*asked, *(Asked(SOURCE, "experts_product", it) for it in products)], device)
+    asked += [Asked(SOURCE, "experts_product", it) for it in products]
+    many = ways_of(have, columns, experts)
+    asked += [Asked(MANY_SOURCE, "experts_many", it.defines(columns), own=True) for it in many]
+    if many:
+        asked += [Asked(LISTED_SOURCE, name, {}, own=True) for name in _LISTING]
+    compile_all(backend, asked, device)
 
 
 @functools.cache
@@ -267,3 +328,18 @@ def _product(
     kernel = backend.kernel(SOURCE, "experts_product", how.defines, device)
     grid = min(how.blocks * have.multiprocessors, min(count, experts) * stripes)
     return kernel.launch(grid, 32 * how.warps, how.shared, early=_early(backend, device))
+
+
+@functools.cache
+def _many(
+    backend: Backend, columns: int, experts: int, how: ManyExperts, device: int
+) -> tuple[KernelLaunch, KernelLaunch, KernelLaunch]:
+    """The launches for many rows of x: which list them, arrange them and multiply."""
+    every, early = backend.facts(device).multiprocessors, _early(backend, device)
+    listed, arranged = (backend.kernel(LISTED_SOURCE, name, {}, device, own=True) for name in _LISTING)
+    product = backend.kernel(MANY_SOURCE, "experts_many", how.defines(columns), device, own=True)
+    return (
+        listed.launch(1, _LISTERS, 4 * experts, early=early),
+        arranged.launch(_BESIDE * every, _ARRANGERS, 0, early=early),
+        product.launch(every, how.threads, how.shared, early=early),
+    )

@@ -73,7 +73,7 @@ class Routed(NamedTuple):
 def routed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed | None:
     """A call of an experts module, if it is computed from windows.
 
-    That is one of up to 512 tokens in bf16 on a GPU, of which no gradient is asked for; see `Experts.fits`.
+    That is one of not too many tokens in bf16 on a GPU, of which no gradient is asked for: `Experts.fits`.
     """
     slots = module.tpde_slots
     up, down = (slots.get(name) for name in projections(module))
@@ -98,10 +98,9 @@ def _shapes_fit(call: Routed) -> bool:
     if x.dim() != 2 or index.dim() != 2 or index.shape != scores.shape or index.shape[0] != x.shape[0]:
         return False
     first, second = call.up.packed.experts, call.down.packed.experts
-    tokens, rows = x.shape[0], index.shape[0] * index.shape[1]
     return (
-        first.fits(tokens, rows)
-        and second.fits(tokens, rows)
+        first.fits(*index.shape)
+        and second.fits(*index.shape)
         and x.shape[1] == first.columns
         and x.dtype is torch.bfloat16
         and index.dtype is torch.int64
@@ -131,19 +130,19 @@ def from_windows(module: Any, call: Routed) -> Tensor:
     """The forward pass: both products with what is between them, and each token's sum over its experts."""
     tokens, each = call.chosen.shape
     ids = call.chosen.reshape(-1)
-    y = _product(call.up, call.x, ids, each, call.biases[0])
+    y = _product(call.up, call.x, ids, each, call.biases[0], tokens)
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = _product(call.down, y, ids, 1, call.biases[1])
+    y = _product(call.down, y, ids, 1, call.biases[1], tokens)
     if getattr(module, "has_post_expert_norm", False):  # older transformers know no such modules
         y = module.post_expert_norm(y)
     weighted = y * call.scores.reshape(-1, 1)
     return weighted.view(tokens, each, -1).sum(1).to(call.x.dtype)
 
 
-def _product(slot: GroupSlot, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+def _product(slot: GroupSlot, x: Tensor, ids: Tensor, per: int, bias: Tensor | None, tokens: int) -> Tensor:
     if is_compiling() or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
         width = slot.packed.experts.width
-        return cast(Tensor, torch.ops.tpde.experts_linear(x, ids, bias, slot.key, width, per))
+        return cast(Tensor, torch.ops.tpde.experts_linear(x, ids, bias, slot.key, width, tokens))
     if capturing(slot.device):
         slot.packed.sources[0].recorded = True
-    return slot.experts_product(x, ids, per, bias)
+    return slot.experts_product(x, ids, per, bias, tokens)

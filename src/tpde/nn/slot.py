@@ -163,9 +163,9 @@ class Slot(Generic[G]):
             return self.packed.product(x, bias, self.parameter.plain_requires_grad)
         return functional.linear(x, self.instead(), bias)
 
-    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None, tokens: int) -> Tensor:
         """Rows of x, times the experts that they are for: see `Experts.product`."""
-        return self.packed.experts.product(x, ids, per, bias)
+        return self.packed.experts.product(x, ids, per, bias, tokens)
 
     def span_instead(self, begin: int, end: int) -> Tensor:
         """Bytes `begin` to `end` of the weight as `instead` gives them, at an address as round as there."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpde.cuda.expert_ways import MOST_EACH, MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS
 from tpde.cuda.window_experts import DeviceExperts
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
@@ -116,16 +115,14 @@ class Experts:
         step = self.nbytes // self._count
         return Span(self, number * step, (number + 1) * step)
 
-    def fits(self, tokens: int, routed: int) -> bool:
-        """Whether products of so many tokens, for so many rows of y, are computed from windows.
+    def fits(self, tokens: int, each: int) -> bool:
+        """Whether products of so many tokens, with so many experts each, are computed from windows.
 
         How the router spreads them is not asked.
         """
-        if self._there is None or self._count > MOST_EXPERTS:
-            return False
-        return 0 < tokens <= MOST_TOKENS and 0 < routed <= min(MOST_ROUTED, MOST_EACH * self._count)
+        return self._there is not None and self._there.takes(tokens, each)
 
-    def product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None, tokens: int) -> Tensor:
         """Rows of x, times the experts that they are for (docs/windows.md 9), on the current stream.
 
         Parameters
@@ -139,6 +136,8 @@ class Experts:
             How many rows of the result follow each other that have the same row of x.
         bias : torch.Tensor, optional
             One row for each expert.
+        tokens : int
+            Of the call, as `fits` was asked.
 
         Returns
         -------
@@ -147,8 +146,9 @@ class Experts:
 
         Notes
         -----
-        On a GPU a row has the bits that `DeviceWindow.product` gives of it alone, whatever else there is. On
-        the CPU the experts that are used are decoded, one after the other, and PyTorch multiplies.
+        On a GPU, with up to 64 tokens, a row has the bits that `DeviceWindow.product` gives of it alone,
+        whatever else there is; with more, sums may be in another order. On the CPU the experts that are used
+        are decoded, one after the other, and PyTorch multiplies.
         """
         if x.dim() != 2 or x.shape[1] != self.columns or len(x) * per != ids.numel():
             raise InvalidInput(
@@ -170,8 +170,13 @@ class Experts:
         to = out.data_ptr()
         with on_device(self.device):
             stream = stream_handle(self.device)
-            wide, count = ids.dtype is torch.int64, ids.numel()
-            self._there.product(at, step, per, ids.data_ptr(), count, to, added, stream, wide=wide)
+            wide, count, more = ids.dtype is torch.int64, ids.numel(), self._there.room(tokens, ids.numel())
+            room = x.new_empty(more, dtype=torch.uint8) if more else None
+            room_at = 0 if room is None else room.data_ptr()
+            there, numbers = self._there, ids.data_ptr()
+            there.product(
+                at, step, per, numbers, count, to, added, stream, wide=wide, tokens=tokens, room=room_at
+            )
         return out
 
     def weighted(self, y: Tensor, scores: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ compiler keeps graphs on disk, and another process has other weights for the sam
 `tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor`
     `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, cast to the
     dtype of `x` if asked for, multiplied and forgotten a few rows at a time, here and in the backward pass.
-`tpde::experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt per) -> Tensor`
-    For each number of `ids`, row `i // per` of x times that expert of a weight in the window layout: so many
-    columns. It has no gradient: what needs one is computed from decoded weights.
+`tpde::experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt tokens) -> Tensor`
+    For each number of `ids`, as many for each row of x, that row times that expert of a weight in windows: so
+    many columns, in a call of so many tokens. What needs a gradient is computed from decoded weights.
 `tpde::embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor`
     Rows of a matrix, of so many columns.
 """
@@ -68,7 +68,7 @@ class KeyedWeight(Protocol):
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """Rows of the matrix, a few at a time: the first, the one after the last, and they."""
 
-    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None, tokens: int) -> Tensor:
         """Rows of x, times the experts that they are for."""
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -302,15 +302,15 @@ register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_til
 
 
 @_operator(
-    "experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt per) -> Tensor"
+    "experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt tokens) -> Tensor"
 )
-def experts_linear(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: int) -> Tensor:
+def experts_linear(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, tokens: int) -> Tensor:
     """Multiply rows by the experts that they are for."""
-    return _weight(key).experts_product(x, ids, per, bias)
+    return _weight(key).experts_product(x, ids, len(ids) // max(len(x), 1), bias, tokens)
 
 
 @_meta("experts_linear")
-def _(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: int) -> Tensor:
+def _(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, tokens: int) -> Tensor:
     return x.new_empty((ids.shape[0], width))
 
 

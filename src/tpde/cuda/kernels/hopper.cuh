@@ -224,3 +224,13 @@ __device__ __forceinline__ void leave_to_copies() {
   fence_shared();
   __syncwarp();
 }
+
+// Write eight columns of a row of x to pieces whose rows take `step` bytes of each product's words: an octet q of four. wgmma
+// takes elements 0 to 3 as columns 2q, 2q + 1, 2q + 8, 2q + 9 of a product, 4 to 7 as those of the next one (windows.md 2.2).
+__device__ __forceinline__ void arrange_octet(u8* to, u32 step, u32 row, u32 octet, uint4 v) {
+  u8* const p = to + (u64)(octet / 4) * (4 * step) + 16 * row + 4 * (octet % 4);
+  *(u32*)p = v.x;
+  *(u32*)(p + step) = v.y;
+  *(u32*)(p + 2 * step) = v.z;
+  *(u32*)(p + 3 * step) = v.w;
+}

@@ -1,7 +1,6 @@
 // window_experts.cu: weights of experts, each of which lies in the window layout (docs/windows.md): products with rows of x
 // that a router has sent to experts, what the router's weights make of these, and the weights plain.
 //
-// All matrices of a weight have one shape. An expert has one, or several below each other, as gate and up of a checkpoint.
 // A product's block makes the list of what there is to do itself, from the router's numbers: nobody waits for them.
 //
 // Macros: those of window.cuh, without ZERO. Of products, which are compiled without the others: NB, 8, 16 or 32, rows of x at
@@ -9,24 +8,11 @@
 // them.
 
 #include "window.cuh"
+#include "window_held.cuh"
 
 #ifndef NB
 #define WARPS 8u  // of a block
 #endif
-
-// One matrix, as src/tpde/cuda/window_experts.py writes it.
-struct Held {
-  u64 records, offsets, entries, bodies;  // addresses
-  u64 table[2];
-  u64 zero, unused;
-};
-
-__device__ __forceinline__ Matrix matrix_of(const Held* held, u32 number, u32 rows, u32 columns) {
-  const Held* const p = held + number;
-  return {__ldg(&p->records), __ldg(&p->offsets), __ldg(&p->entries), __ldg(&p->bodies),
-          {__ldg(&p->table[0]), __ldg(&p->table[1])}, rows, columns, (columns + 255) / 256, (columns + 63) / 64,
-          (u32)__ldg(&p->zero)};
-}
 
 // ---- plain ----
 
@@ -165,15 +151,6 @@ struct Lists {
   u16* order;   // rows of y by experts
 };
 
-__device__ __forceinline__ u32 sum_to_lane(u32 value, u32 lane) {
-#pragma unroll
-  for (u32 far = 1; far < 32; far *= 2) {
-    const u32 other = __shfl_up_sync(ALL, value, far);
-    if (lane >= far) value += other;
-  }
-  return value;
-}
-
 // A number of rows, and above 16 bits, of groups of them that are multiplied at a time.
 __device__ __forceinline__ u32 with_groups(u32 rows) { return (rows + NB - 1) / NB << 16 | rows; }
 
@@ -231,11 +208,7 @@ experts_product(const Held* held, u32 experts, u32 parts, u32 rows, u32 columns,
   u16* const short_numbers = (u16*)(numbers + 1 + experts);
   const Lists l = {numbers, numbers + 1, (u32*)sums, short_numbers, short_numbers + experts};
   const uint2* const escapes = (const uint2*)plane + lane;
-  const auto id_of = [&](u32 i) -> u32 {
-    const long long id = wide ? ((const long long*)ids)[i] : ((const int*)ids)[i];
-    if (id > (long long)experts) trap();
-    return id < 0 ? experts : (u32)id;
-  };
+  const auto id_of = [&](u32 i) { return expert_of(ids, wide, i, experts); };
   clear(plane, lane);
   for (u32 e = threadIdx.x; e < experts; e += 32 * WARPS) l.places[e] = 0;
   __syncthreads();

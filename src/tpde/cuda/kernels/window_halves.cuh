@@ -1,40 +1,12 @@
-// window_halves.cuh: what products of many rows of x share (docs/windows.md 9): x in pieces, as `wgmma` takes it, and chunks
-// whose halves are copied, put and multiplied by turns.
+// window_halves.cuh: what products of many rows of x share (docs/windows.md 9): chunks whose halves are copied, put and
+// multiplied by turns, by pieces of x.
 //
-// Macros: those of window.cuh; NB, rows of x in a piece; FLAGS, words after x that `arrange` clears.
+// Macros: those of window.cuh; NB, rows of x in a piece, at most.
 
 #define HALF_PLANE 2048u  // bytes: the places of half a chunk
 #define WARP_ROOM (HALF_PLANE + CHUNK_BYTES)
 #define LOW_AT 1536u       // where the low bytes of a chunk are
 #define X_PIECE (8 * X_STEP)
-#define ARRANGERS 256  // threads of a block of `arrange`
-
-// ---- x ----
-
-// Write x in pieces, NB rows after the others, with zeros for rows and columns that are not there. A thread takes eight
-// columns of a row, an octet q of four: wgmma takes elements 0 to 3 as columns 2q, 2q + 1, 2q + 8, 2q + 9 of a product, 4 to
-// 7 as those of the next one (windows.md 2.2).
-extern "C" __global__ void __launch_bounds__(ARRANGERS)
-arrange(const u16* x, u64 x_stride, u32 n, u32 columns, u8* to) {
-  follow_early();  // the next kernel's first weights come while this one waits: 2 us less a product
-  wait_for_last();
-  const u32 octets = (columns + 255) / 256 * 32, there = (columns + 7) / 8, tile = octets * NB, all = (n + NB - 1) / NB * tile;
-  const u32 start = blockIdx.x * ARRANGERS + threadIdx.x, step = gridDim.x * ARRANGERS;
-#ifdef FLAGS
-  for (u32 i = start; i < FLAGS; i += step) ((u32*)(to + (u64)all * 16))[i] = 0;
-#endif
-  for (u32 i = start; i < all; i += step) {
-    // Four octets of eight rows are 128 bytes of each product's words.
-    const u32 of = i / tile, j = i % tile, row = j / 32 % (NB / 8) * 8 + j / 4 % 8, octet = j / (4 * NB) * 4 + j % 4;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (of * NB + row < n && octet < there) v = load_16(x + (of * NB + row) * x_stride + 8 * octet);
-    u8* const p = to + (u64)of * tile * 16 + (u64)(octet / 4) * (4 * X_STEP) + 16 * row + 4 * (octet % 4);
-    *(u32*)p = v.x;
-    *(u32*)(p + X_STEP) = v.y;
-    *(u32*)(p + 2 * X_STEP) = v.z;
-    *(u32*)(p + 3 * X_STEP) = v.w;
-  }
-}
 
 // ---- decoding ----
 
@@ -154,7 +126,7 @@ __device__ __forceinline__ void words_of(const uint4* codes, const Pair& v, cons
 }
 
 // Begin the products of a tile's words, and of its part of a piece of x.
-__device__ __forceinline__ void multiply_tile(float* sum, const u32* w, u64 piece, u32 t) {
-  wgmma<NB>(sum, w[0], w[4], w[1], w[5], piece + (4 * t * X_STEP >> 4));
-  wgmma<NB>(sum, w[2], w[6], w[3], w[7], piece + ((4 * t + 2) * X_STEP >> 4));
+__device__ __forceinline__ void multiply_tile(float* sum, const u32* w, u64 piece, u32 t, u32 step = X_STEP) {
+  wgmma<NB>(sum, w[0], w[4], w[1], w[5], piece + (4 * t * step >> 4));
+  wgmma<NB>(sum, w[2], w[6], w[3], w[7], piece + ((4 * t + 2) * step >> 4));
 }

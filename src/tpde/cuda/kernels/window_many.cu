@@ -24,11 +24,12 @@
 #include "window.cuh"
 #include "hopper.cuh"
 #include "window_halves.cuh"
+#include "window_turned.cuh"
+#include "window_arrange.cuh"
 
 #define TILES (NB / 8u)
 #define OTHERS 4u  // warps that do not multiply: registers are shared out by four warps
 #define STAGES 4u  // pieces of x in shared memory
-#define ENDED 2048u  // bytes of a warp's ended sums: 16 rows of the matrix, 64 of x
 #define ROOM (2 * HALF_PLANE + CHUNK_BYTES + ENDED)  // of a warp: two planes of escapes, a chunk, ended sums
 // Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
 #define REGISTERS (WIDE == 12 ? 152 : 232)
@@ -178,11 +179,6 @@ __device__ __forceinline__ void add_runs(u8* at, u64 apart, u32 runs, u8* own, u
   }
 }
 
-// Two sums of a row of the matrix, as they are stored.
-__device__ __forceinline__ u32 two_ended(float a, float b, float bias, bool add) {
-  return rounded(add ? a + bias : a) | (u32)rounded(add ? b + bias : b) << 16;
-}
-
 // `y = x W^T + bias`, of rows that were arranged.
 extern "C" __global__ void __launch_bounds__(32 * (WIDE + OTHERS), 1)
 many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16* __restrict__ bias) {
@@ -229,7 +225,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   }
   take_registers<REGISTERS, true>();
   u8 *const planes = rooms + warp * ROOM, *const held = planes + 2 * HALF_PLANE;
-  const u32 to = shared_address(held), made = to + CHUNK_BYTES;
+  const u32 to = shared_address(held);
   const auto first_of = [&](u32 tile) { return tile / across * WIDE + warp; };
   const auto stripe_of = [&](u32 tile) { return min(first_of(tile), stripes - 1); };  // or the last again
   Item it;
@@ -342,28 +338,14 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
       continue;
     }
     const u32 row = 16 * first_of(tile), first = tile % across * NB;
-    const bool turned = row + 16 <= m.rows && y_stride % 8 == 0 && (u64)y % 16 == 0, add = bias;
+    const bool turned = row + 16 <= m.rows && y_stride % 8 == 0 && (u64)y % 16 == 0;
     // Write y of eight tiles of eight rows of x, those from `of` on.
     const auto end_rows = [&](const float* sum, u32 of) {
       if (turned) {
-        const float low = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4) << 16) : 0;
-        const float high = add ? __uint_as_float((u32)__ldg(bias + row + lane / 4 + 8) << 16) : 0;
-        // 64 rows of x: 32 bytes each, whose halves trade places in every other four, so that they meet no bank.
-        const u32 k = lane / 16 * 8 + lane % 8, half = lane / 8 % 2 ^ k / 4 % 2;
-#pragma unroll
-        for (u32 j = 0; j < 8; j += 2) {
-          const float* const s = sum + 4 * j;
-          store_turned(made + 256 * j + 32 * k + 16 * half, two_ended(s[0], s[1], low, add), two_ended(s[2], s[3], high, add),
-                       two_ended(s[4], s[5], low, add), two_ended(s[6], s[7], high, add));
-        }
-        __syncwarp();
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-          const u32 i = 16 * j + lane / 2, k = first + 8 * of + i;
-          const uint4 v = *(const uint4*)(held + CHUNK_BYTES + 32 * i + 16 * (lane % 2 ^ i / 4 % 2));
-          if (k < n) *(uint4*)(y + k * y_stride + row + 8 * (lane % 2)) = v;
-        }
-        __syncwarp();
+        end_turned(sum, held + CHUNK_BYTES, added_to(bias, row, lane), lane, [&](u32 i, u32 from, uint4 v) {
+          const u32 k = first + 8 * of + i;
+          if (k < n) *(uint4*)(y + k * y_stride + row + from) = v;
+        });
       } else {
 #pragma unroll
         for (u32 j = 0; j < 8; j++)

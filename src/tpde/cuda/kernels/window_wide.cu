@@ -17,6 +17,7 @@
 #include "hopper.cuh"
 #include "window_cluster.cuh"
 #include "window_halves.cuh"
+#include "window_arrange.cuh"
 
 #define EACH (PARTS / CLUSTER)  // parts of a block
 #define WIDE 12u                // warps that multiply

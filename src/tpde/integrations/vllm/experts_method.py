@@ -182,8 +182,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return [self._stacks[name].packed.experts for name in NAMES]
 
     def _fits(self, x: Tensor, topk_ids: Tensor) -> bool:
-        tokens, rows = len(x), topk_ids.numel()
-        return x.dtype is torch.bfloat16 and all(it.fits(tokens, rows) for it in self._experts())
+        return x.dtype is torch.bfloat16 and all(it.fits(*topk_ids.shape) for it in self._experts())
 
     def _from_windows(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Both products with what is between them, and each token's sum over its experts.
@@ -191,8 +190,9 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         What else there is to a layer, vLLM does with the result: scaling, shared experts, sums over ranks.
         """
         first, second = self._experts()
+        tokens, each = topk_ids.shape
         ids = topk_ids.reshape(-1)
-        y = first.product(x, ids, topk_ids.shape[1], None)
+        y = first.product(x, ids, each, None, tokens)
         gated = y.new_empty((len(y), second.columns))
         apply_moe_activation(layer.activation, gated, y)
-        return second.weighted(second.product(gated, ids, 1, None), topk_weights.float())
+        return second.weighted(second.product(gated, ids, 1, None, tokens), topk_weights.float())

@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     mutant(
         "many-rows-turned-wrongly",
-        _KERNEL,
+        "cuda/kernels/window_turned.cuh",
         "half = lane / 8 % 2 ^ k / 4 % 2;",
         "half = lane / 8 % 2;",
         "halves of ended sums trade places",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "many-rows-of-the-first-tile",
-        "cuda/kernels/window_halves.cuh",
+        "cuda/kernels/window_arrange.cuh",
         "load_16(x + (of * NB + row) * x_stride",
         "load_16(x + row * x_stride",
         "rows of x after the first 256 are those before",

@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     mutant(
         "wide-products-with-the-next-row",
-        "cuda/kernels/window_halves.cuh",
+        "cuda/kernels/window_arrange.cuh",
         "of * NB + row < n && octet < there",
         "of * NB + row < n",
         "behind a row's end the next one's numbers are multiplied by padding",

@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-of-any-number-of-tokens",
-        "weights/expert_products.py",
+        "cuda/expert_ways.py",
         "0 < tokens <= MOST_TOKENS and",
         "0 < tokens and",
         "prompts are multiplied eight rows at a time",
@@ -87,9 +87,9 @@ MUTANTS = (
     ),
     mutant(
         "experts-of-any-number-of-rows",
-        "weights/expert_products.py",
-        "min(MOST_ROUTED, MOST_EACH * self._count)",
-        "MOST_ROUTED",
+        "cuda/expert_ways.py",
+        "0 < count <= min(MOST_ROUTED, MOST_EACH * experts)",
+        "0 < count <= MOST_ROUTED",
         "few experts are decoded again and again for their many rows",
         "nn/test_expert_products.py",
     ),
