@@ -119,9 +119,9 @@ MUTANTS = (
     ),
     mutant(
         "many-experts-in-batches-of-few-tokens",
-        "cuda/window_experts.py",
-        "        if tokens <= MOST_ROWS:\n            return None\n        return _way_of",
-        "        return _way_of",
+        "cuda/many_experts.py",
+        "experts) or tokens <= MOST_ROWS:",
+        "experts):",
         "rows of up to 64 tokens have other bits in other batches",
         "unit/test_many_experts.py",
     ),
