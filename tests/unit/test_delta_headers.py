@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import xxhash
 import zstandard
-from support.delta_heads import TENSORS, file, made, refused
+from support.delta_heads import DATA, TENSORS, file, made, refused
 from support.files import container
 
-from tpde.errors import Corrupt, NotSafetensors
+from tpde.errors import Corrupt, InvalidInput, NotSafetensors
 from tpde.format.container import TensorSpec
-from tpde.format.delta_head import WeightsEntry
+from tpde.format.delta_head import WeightsEntry, serialize
 from tpde.format.delta_reader import read_head
 from tpde.io.sources import BytesSource
 
@@ -34,6 +34,30 @@ def header_of(changes: dict[str, Any] | None = None) -> bytes:
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     return container(entries | (changes or {}), b"")[8:]
+
+
+def test_headers_that_can_be_compressed_well_are_read_as_they_were_written() -> None:
+    """Of 8 MB of padding, and of 6 MB of metadata."""
+    for header in (header_of() + b" " * 8_000_000, header_of({"__metadata__": {"a": "b" * 6_000_000}})):
+        head = read_head(BytesSource(with_header(header_of())))
+        weights = head.files[0]
+        assert isinstance(weights, WeightsEntry)
+        weights.header, weights.header_hash = header, xxhash.xxh3_128_hexdigest(header)
+        front, tail = serialize(head)
+        found = read_head(BytesSource(front + DATA + tail)).files[0]
+        assert isinstance(found, WeightsEntry)
+        assert found.header == header
+
+
+def test_a_header_that_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = read_head(BytesSource(with_header(header_of())))
+    size = len(header_of())
+    for module in ("delta_head", "delta_reader"):
+        monkeypatch.setattr(f"tpde.format.{module}.MAX_CONTAINER_HEADER", size)
+    serialize(head)
+    monkeypatch.setattr("tpde.format.delta_head.MAX_CONTAINER_HEADER", size - 1)
+    with pytest.raises(InvalidInput, match=rf"header of `a/b.safetensors` takes {size} bytes.*shorten"):
+        serialize(head)
 
 
 def test_headers_that_differ_from_the_bases_are_in_the_delta() -> None:

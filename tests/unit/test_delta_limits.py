@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import zstandard
-from support.delta_heads import FIELDS, MODELS, made, plain_of, refused, sealed, top
+from support.delta_heads import DATA, FIELDS, MODELS, made, plain_of, refused, sealed, top
 
-from tpde.errors import Corrupt, TpdeError
+from tpde.errors import Corrupt, InvalidInput
 from tpde.format import constants
-from tpde.format.delta_head import HEADER, serialize
+from tpde.format.delta_head import HEADER, frame_of, serialize, values_in
 from tpde.format.delta_reader import read_head
 from tpde.io.sources import BytesSource
 
@@ -109,6 +109,48 @@ def test_a_delta_whose_contents_are_too_large_is_not_written() -> None:
     head.base = "a" * (largest - HEADER.unpack(serialize(head)[0])[5])
     assert HEADER.unpack(serialize(head)[0])[5] == largest
     head.base += "a"
-    with pytest.raises(TpdeError, match="write a delta for each file") as caught:
+    with pytest.raises(InvalidInput, match="write a delta for each file") as caught:
         serialize(head)
     assert (caught.value.found, caught.value.needed) == (largest + 1, largest)
+
+
+def test_a_delta_of_more_values_than_are_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values_in(json.dumps(FIELDS))
+    for module in ("delta_head", "delta_reader"):
+        monkeypatch.setattr(f"tpde.format.{module}.MAX_VALUES", values + 1)
+    head = read_head(BytesSource(made()))
+    serialize(head)
+    head.base = ","
+    with pytest.raises(InvalidInput, match=f"have {values + 1} values.*join small tensors") as caught:
+        serialize(head)
+    assert (caught.value.found, caught.value.needed) == (values + 1, values)
+
+
+def test_a_delta_whose_frame_is_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents that cannot be compressed take more bytes than they are."""
+    head = read_head(BytesSource(made()))
+    plain = HEADER.unpack(serialize(head)[0])[5]
+    monkeypatch.setattr("tpde.format.delta_head.frame_of", lambda data: bytes(len(data) + 1))
+    monkeypatch.setattr("tpde.format.delta_head.MAX_CONTENTS", plain + 1)
+    serialize(head)
+    monkeypatch.setattr("tpde.format.delta_head.MAX_CONTENTS", plain)
+    with pytest.raises(InvalidInput, match=f"{plain + 1} bytes, compressed, at most {plain}"):
+        serialize(head)
+
+
+@pytest.mark.parametrize("size", [(4 << 20) - 1, 5 << 20, 8 << 20])
+@pytest.mark.parametrize("piece", [b"\0", b"0.0,", bytes(range(256))])
+def test_frames_are_large_enough_for_what_they_hold(piece: bytes, size: int) -> None:
+    data = (piece * (size // len(piece) + 1))[:size]
+    frame = frame_of(data)
+    assert size <= (4 << 20) + 128 * len(frame)
+    assert zstandard.frame_content_size(frame) == size
+    found = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    assert found == data
+
+
+def test_contents_that_can_be_compressed_well_are_read_as_they_were_written() -> None:
+    head = read_head(BytesSource(made()))
+    head.base = "a" * (8 << 20)
+    front, tail = serialize(head)
+    assert read_head(BytesSource(front + DATA + tail)).base == head.base

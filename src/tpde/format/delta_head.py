@@ -14,16 +14,17 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from tpde.errors import TpdeError
-from tpde.format.constants import DELTA_MAGIC, DTYPES
+from tpde.errors import InvalidInput
+from tpde.format.constants import DELTA_MAGIC, DTYPES, MAX_CONTAINER_HEADER
 from tpde.format.container import TensorSpec
 
 VERSION = 1
 HEADER = struct.Struct("<8sHHIIIQ24sQ")
 HASH_AT = 56
 CHUNK_WORDS = 65536  # delta.md 3.1
-# Contents of more are compressed at a quick level: 1 MB of records takes 4 ms instead of 100, and 1 % more.
+# More is compressed at a quick level: 1 MB of records takes 4 ms instead of 100, and 1 % more.
 _SLOW_BYTES = 1 << 17
+_BLOCK_BYTES = 512  # of which a block of zstd takes at least 4: a 128th
 MAX_CONTENTS, CONTENTS_BYTES, CONTENTS_TIMES = 100_000_000, 4 << 20, 128  # delta.md 6
 MAX_VALUES = 1 << 22  # of the JSON, which take up to some 100 bytes of memory each
 MAX_MODELS, MAX_MODEL_BYTES = 64, 1 << 18
@@ -129,12 +130,45 @@ def is_plain(model: bytes) -> bool:
     return model[2:3] == b"\1"
 
 
+def max_held(frame_bytes: int) -> int:
+    """Most bytes that a frame of so many may hold, be it of contents or of a header (delta.md 5.1, 5.2)."""
+    return CONTENTS_BYTES + CONTENTS_TIMES * frame_bytes
+
+
+def values_in(text: str) -> int:
+    """How many values a text of JSON has behind its first, and more if texts in it have such characters."""
+    return sum(map(text.count, ",:[{"))
+
+
+def frame_of(data: bytes) -> bytes:
+    """A zstd frame of what it may hold: what is compressed too well is cut into more blocks."""
+    compressor = zstandard.ZstdCompressor(level=19 if len(data) <= _SLOW_BYTES else 3)
+    frame = compressor.compress(data)
+    if len(data) <= max_held(len(frame)):
+        return frame
+    writer = compressor.compressobj(size=len(data))
+    blocks = [
+        writer.compress(data[at : at + _BLOCK_BYTES]) + writer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        for at in range(0, len(data), _BLOCK_BYTES)
+    ]
+    return b"".join((*blocks, writer.flush()))
+
+
+def _refuse_more(what: str, found: int, most: int, hint: str) -> None:
+    """Refuse to write what readers refuse."""
+    if found > most:
+        raise InvalidInput(f"{what}, at most {most} are allowed", hint=hint, found=found, needed=most)
+
+
 def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, object]:
     if isinstance(file, OtherEntry):
         return {"name": file.name, "hash": file.hash, "bytes": file.size}
     header = None
     if file.header is not None:
-        header = base64.b64encode(zstandard.ZstdCompressor(level=19).compress(file.header)).decode()
+        size, where = len(file.header), f" of `{file.name}`" if file.name else ""
+        hint = "shorten its metadata and the names of its tensors"
+        _refuse_more(f"the header{where} takes {size} bytes", size, MAX_CONTAINER_HEADER, hint)
+        header = base64.b64encode(frame_of(file.header)).decode()
     tensors = [
         [it.name, it.spec.dtype, list(it.spec.shape), it.codec, it.size, *([it.model] * (it.codec == SPARSE))]
         for it in file.tensors
@@ -161,27 +195,31 @@ def merge_planes(planes: bytes, width: int) -> bytes:
 
 
 def serialize(head: Head) -> tuple[bytes, bytes]:
-    """Give the header, and the hashes and contents that follow the data."""
+    """Give the header, and the hashes and contents that follow the data.
+
+    Raises
+    ------
+    InvalidInput
+        If they are more than a reader takes (delta.md 6).
+    """
     fields = {
         "base": head.base,
         "files": [_file_json(file) for file in head.files],
         "models": [len(model) for model in head.models],
     }
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    written = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    count, hint = values_in(written), "write a delta for each file, or join small tensors"
+    _refuse_more(f"the contents of the delta have {count} values", count, MAX_VALUES - 1, hint)
+    text = written.encode()
     models = split_planes(b"".join(head.models), 2)
     sparse = [it for it in head.tensors if it.codec == SPARSE]
     numbers = [np.empty(0, np.uint32), *(it.changes for it in sparse), *(it.sizes for it in sparse)]
     records = split_planes(np.concatenate(numbers).astype("<u4").tobytes(), 4)
     plain = struct.pack("<3I", len(text), len(models), len(records)) + text + models + records
-    if len(plain) > MAX_CONTENTS:
-        raise TpdeError(
-            f"the contents of the delta take {len(plain)} bytes, at most {MAX_CONTENTS} are allowed",
-            hint="write a delta for each file",
-            found=len(plain),
-            needed=MAX_CONTENTS,
-        )
-    level = 19 if len(plain) <= _SLOW_BYTES else 3
-    contents = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(plain)
+    _refuse_more(f"the contents of the delta take {len(plain)} bytes", len(plain), MAX_CONTENTS, hint)
+    contents = frame_of(plain)
+    taken = len(contents)  # more than they are, if they cannot be compressed
+    _refuse_more(f"the contents of the delta take {taken} bytes, compressed", taken, MAX_CONTENTS, hint)
     hashes = bytearray()  # which grows where it is: of bytes, each tensor's would copy those of all before
     for it in head.tensors:
         hashes += it.base + (it.target if it.codec != SAME else b"")

@@ -19,8 +19,6 @@ from tpde.format.container import Container, tensor_spec
 from tpde.format.container_reader import parse_header
 from tpde.format.delta_head import (
     CODECS,
-    CONTENTS_BYTES,
-    CONTENTS_TIMES,
     HASH_AT,
     HEADER,
     MAX_CONTENTS,
@@ -37,7 +35,9 @@ from tpde.format.delta_head import (
     TensorEntry,
     WeightsEntry,
     is_plain,
+    max_held,
     merge_planes,
+    values_in,
 )
 from tpde.io.sources import ByteSource, read
 
@@ -98,7 +98,7 @@ class _Reader:
                 needed=needed,
             )
         self.check(source.size == needed, f"{source.size} bytes, its header says {needed}")
-        limit = min(MAX_CONTENTS, CONTENTS_BYTES + CONTENTS_TIMES * contents_bytes)
+        limit = min(MAX_CONTENTS, max_held(contents_bytes))
         self.check(
             plain_bytes <= limit and contents_bytes <= MAX_CONTENTS, f"contents of {plain_bytes} bytes"
         )
@@ -126,7 +126,7 @@ class _Reader:
         self.check(12 + text + models + records == len(plain), "the parts of the contents have other sizes")
         try:
             written = plain[12 : 12 + text].decode()
-            self.check(sum(map(written.count, ",:[{")) < MAX_VALUES, f"more than {MAX_VALUES} values")
+            self.check(values_in(written) < MAX_VALUES, f"more than {MAX_VALUES} values")
             fields = json.loads(written)
         except (ValueError, RecursionError) as error:
             raise Corrupt(f"`{self.name}`: its contents are not JSON ({error})", where=self.name) from None
@@ -191,7 +191,7 @@ class _Reader:
                 raise TypeError(f"a {type(text).__name__} is no text")
             frame = base64.b64decode(text, validate=True)
             size = zstandard.frame_content_size(frame)
-            if not 0 <= size <= min(MAX_CONTAINER_HEADER, CONTENTS_BYTES + CONTENTS_TIMES * len(frame)):
+            if not 0 <= size <= min(MAX_CONTAINER_HEADER, max_held(len(frame))):
                 raise ValueError(f"it claims {size} bytes")
             return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except (TypeError, ValueError, binascii.Error, zstandard.ZstdError) as error:

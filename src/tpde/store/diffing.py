@@ -53,7 +53,8 @@ def diff(
     ------
     InvalidInput
         If a state cannot be read; its subclasses say why. If both have tensors, and share no name of one. If
-        the base's path, relative to the delta's folder, is not UTF-8.
+        the base's path, relative to the delta's folder, is not UTF-8. If the target has more than a delta can
+        hold.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
     Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
