@@ -7,6 +7,7 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDtype
+from tpde.format.delta_head import values_in
+from tpde.store import tree_text
 from tpde.store.rebuild_state import rebuild
 from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.tree_text import MAX_DEPTH, map_tensors, one_of, parse_tree
@@ -257,6 +260,44 @@ def test_trees_are_bounded() -> None:
     assert parse_tree(f'["list","{"a" * longest}"]', "here") == ["list", "a" * longest]
     with pytest.raises(Corrupt, match="large"):
         parse_tree(f'["list","{"a" * (longest + 1)}"]', "here")
+
+
+@pytest.mark.parametrize(
+    ("large", "values", "characters"),
+    [
+        ([0.5] * 100, 120, 1 << 20),
+        ("a" * 500, 1 << 20, 600),
+        (b"a" * 400, 1 << 20, 600),
+        (",;" * 100, 120, 1 << 20),
+        ({(1, 2): [3] * 100}, 120, 1 << 20),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_naming_the_entry(
+    large: Any, values: int, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tree_text", "state_tree"):
+        monkeypatch.setattr(f"tpde.store.{module}.MAX_TREE_VALUES", values)
+        monkeypatch.setattr(f"tpde.store.{module}.MAX_TREE_BYTES", characters)
+    assert again({"loss": 0.5, "some": large}) == {"loss": 0.5, "some": large}
+    with pytest.raises(InvalidInput, match=r"`state\['more'\]\[1\].*store it as a tensor") as caught:
+        StateTree({"loss": [1] * 20, "more": [0, large], "name": "b" * 100})
+    assert str(caught.value.where).startswith("state['more'][1]")
+    with pytest.raises(InvalidInput, match="`state` makes the state too large"):
+        StateTree({"one": large, "two": large})
+
+
+def test_the_largest_tree_is_written_and_read() -> None:
+    """Of one character less than is too large, and of one value."""
+    for kind, inside in (("str", "a" * 100), ("list", [1] * 100)):
+        text = StateTree({kind: inside}).text
+        for limit, least in (("MAX_TREE_BYTES", len(text)), ("MAX_TREE_VALUES", values_in(text) + 1)):
+            for most in (least, least - 1):
+                with mock.patch.object(tree_text, limit, most):
+                    if most == least:
+                        assert again({kind: inside}) == {kind: inside}
+                    else:
+                        with pytest.raises(InvalidInput, match="too large"):
+                            StateTree({kind: inside})
 
 
 def test_tensors_are_mapped_with_their_paths() -> None:

@@ -153,9 +153,9 @@ class CheckpointStore(StoredSteps):
         Raises
         ------
         InvalidInput
-            If the state holds anything else, naming where; if the step is not larger; if another process
-            writes to the store, its folder was removed or replaced since this one began to, or its `with`
-            has ended.
+            If the state holds anything else, or too much but for tensors and arrays, naming where; if the
+            step is not larger; if another process writes to the store, its folder was removed or replaced
+            since this one began to, or its `with` has ended.
         Truncated, Corrupt
             If the step before, which is read for this one, is damaged: `prune(drop=[...])` drops it.
         InvalidDestination, OSError

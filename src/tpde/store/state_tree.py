@@ -18,6 +18,7 @@ from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.files.given_tensors import refuse_without_bytes
 from tpde.format.container import TensorSpec
+from tpde.format.delta_head import values_in
 from tpde.frameworks import (
     numpy_dtype_name,
     refuse_expanded,
@@ -26,7 +27,7 @@ from tpde.frameworks import (
     torch_bytes,
     torch_spec,
 )
-from tpde.store.tree_text import MAX_DEPTH
+from tpde.store.tree_text import MAPPINGS, MAX_DEPTH, MAX_TREE_BYTES, MAX_TREE_VALUES, is_too_large
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ class StateTree:
     Raises
     ------
     InvalidInput
-        If there is anything else in it, naming where.
+        If there is anything else in it, or more than is read back, naming where.
     UnsupportedDtype
         If safetensors has no name for a dtype.
     """
@@ -66,7 +67,10 @@ class StateTree:
         self.leaves: dict[str, Leaf] = {}
         self.specs: dict[str, TensorSpec] = {}
         self._known: dict[object, str] = {}
-        self.text = json.dumps(self._node(state, ()), ensure_ascii=False, separators=(",", ":"))
+        tree = self._node(state, ())
+        self.text = _text_of(tree)
+        if is_too_large(self.text):
+            raise _too_large(tree, self.text)
 
     def _node(self, value: Any, path: tuple[object, ...]) -> Any:
         if len(path) > MAX_DEPTH:
@@ -198,6 +202,47 @@ def _reach(array: Any) -> int:
 
 def _shown(path: tuple[object, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _text_of(tree: Any) -> str:
+    return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+
+
+def _entries(tree: Any) -> list[tuple[object, Any]]:
+    """What a node of a tree holds that may be large, with what names it."""
+    if isinstance(tree, dict):
+        found = list(tree.items())
+    elif not isinstance(tree, list):
+        return []
+    elif tree[0] in MAPPINGS:
+        found = list(tree[1:])
+    else:
+        found = list(enumerate(tree[1:])) if tree[0] in ("list", "tuple") else []
+    return [(key, it) for key, it in found if isinstance(it, (dict, list, str))]
+
+
+def _share(text: str) -> float:
+    """How much a text has of what is read back."""
+    return max(len(text) / MAX_TREE_BYTES, values_in(text) / MAX_TREE_VALUES)
+
+
+def _place_of(share: float, tree: Any) -> tuple[object, ...]:
+    """Where the smallest node is that has more than a share."""
+    for key, it in _entries(tree):
+        if _share(_text_of(it)) > share:
+            return key, *_place_of(share, it)
+    return ()
+
+
+def _too_large(tree: Any, text: str) -> InvalidInput:
+    """The error for a state that nobody could load, which names what has more than half of it."""
+    where, values = _shown(_place_of(_share(text) / 2, tree)), values_in(text)
+    return InvalidInput(
+        f"`{where}` makes the state too large: but for its tensors it has {values} values in {len(text)} "
+        f"characters, less than {MAX_TREE_VALUES} in at most {MAX_TREE_BYTES} are stored",
+        hint="store it as a tensor or an array",
+        where=where,
+    )
 
 
 def _is_packed(value: object) -> bool:

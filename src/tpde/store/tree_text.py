@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tpde.errors import Corrupt
+from tpde.format.delta_head import values_in
 
 MAX_DEPTH = 64
 MAX_TREE_BYTES, MAX_TREE_VALUES = 64 << 20, 1 << 22
@@ -20,6 +21,11 @@ MAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def is_too_large(text: str) -> bool:
+    """Whether the text of a tree is more than is read."""
+    return len(text) > MAX_TREE_BYTES or values_in(text) >= MAX_TREE_VALUES
+
+
 def parse_tree(text: str, where: str) -> Any:
     """The JSON of a tree, within bounds.
 
@@ -29,7 +35,7 @@ def parse_tree(text: str, where: str) -> Any:
         If it is none.
     """
     try:
-        if len(text) > MAX_TREE_BYTES or sum(map(text.count, ",:[{")) >= MAX_TREE_VALUES:
+        if is_too_large(text):
             raise ValueError("it is too large")
         return json.loads(text)
     except (ValueError, RecursionError) as error:

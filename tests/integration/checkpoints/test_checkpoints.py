@@ -80,6 +80,25 @@ def test_a_save_that_fails_is_not_what_is_retained(
     check(tmp_path, run, (1, 2, 4, 5))
 
 
+@pytest.mark.parametrize("large", [bytes(4_000_000), "0.0," * 1_200_000], ids=["bytes", "text"])
+def test_what_can_be_compressed_well_is_saved_and_loaded(large: Any, tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, {"weight": torch.ones(4), "large": large})
+        assert store.load(1)["large"] == store.load(2)["large"] == large
+        assert store.verify() == []
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpde.store.tree_text.MAX_TREE_VALUES", 100)
+    with CheckpointStore(tmp_path / "store") as store:
+        with pytest.raises(InvalidInput, match=r"`state\['large'\]` makes the state too large"):
+            store.save(1, {"weight": torch.ones(4), "large": [0.0] * 100})
+        assert not store.directory.exists()
+
+
 def test_what_is_retained_is_used_on_its_step_alone(run: dict[int, Any], tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, retain=True)
     for step in (1, 2, 3):
