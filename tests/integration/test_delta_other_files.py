@@ -109,6 +109,39 @@ def test_other_files_are_bounded_by_what_their_frame_claims(
         patch(base, tmp_path / "delta", tmp_path / "other")
 
 
+@pytest.mark.parametrize("source", ["plain", "packed", "delta"])
+def test_a_file_that_no_delta_could_hold_is_refused_before_anything_is_compared(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = _others(tmp_path)
+    if source == "packed":
+        for it in (base, target):
+            pack(it, tmp_path / f"packed {it.name}")
+        base, target = tmp_path / "packed base", tmp_path / "packed target"
+    elif source == "delta":
+        diff(target, target, tmp_path / "none")
+        target = tmp_path / "none"
+    monkeypatch.setattr("tpde.store.delta_file.MAX_OTHER_BYTES", 499)
+    monkeypatch.setattr("tpde.store.delta_writer.HostComparer.compare", pytest.fail)
+    with pytest.raises(InvalidInput, match=r"cannot hold `changed`: it has 500 bytes") as caught:
+        diff(base, target, tmp_path / "delta")
+    assert (caught.value.where, caught.value.found, caught.value.needed) == ("changed", 500, 499)
+    assert not (tmp_path / "delta").exists()
+
+
+def test_a_file_of_any_size_may_stay_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, target = _others(tmp_path)
+    (base / "changed").write_text("x" * 500)
+    monkeypatch.setattr("tpde.store.delta_file.MAX_OTHER_BYTES", 499)
+    diff(base, target, tmp_path / "delta")
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+    (base / "changed").write_text("y" * 500)
+    with pytest.raises(InvalidInput, match=r"cannot hold `changed`"):
+        diff(base, target, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("what", ["changed", "gone"])
 def test_another_base_is_told_by_a_file_that_is_not_in_the_delta(what: str, tmp_path: Path) -> None:
     base, target = _others(tmp_path)

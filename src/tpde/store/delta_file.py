@@ -36,6 +36,25 @@ from tpde.store.payloads import add_differences, difference_spec, read_blob
 MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
 
 
+def refuse_too_large(name: str, size: int) -> None:
+    """Refuse to write a file into a delta that `DeltaFile.other` would refuse to read.
+
+    Raises
+    ------
+    InvalidInput
+        If it is one.
+    """
+    if size > MAX_OTHER_BYTES:
+        raise InvalidInput(
+            f"a delta cannot hold `{name}`: it has {size} bytes, a file without weights at most "
+            f"{MAX_OTHER_BYTES}",
+            hint="take the delta of a directory without it",
+            where=name,
+            found=size,
+            needed=MAX_OTHER_BYTES,
+        )
+
+
 class DeltaFile:
     """A delta file without its base.
 

@@ -38,6 +38,7 @@ class DeltaState:
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
+        self.other_bytes: dict[str, int] = {}
         self._tensors: dict[Key, TensorEntry] = {}
         self._bases: dict[Key, Key] = {}
         try:
@@ -45,6 +46,8 @@ class DeltaState:
             for entry in file.head.files:
                 if isinstance(entry, OtherEntry):
                     self.others[entry.name] = functools.partial(self._other, entry)
+                    if not entry.size and entry.name in base.other_bytes:
+                        self.other_bytes[entry.name] = base.other_bytes[entry.name]
                 else:
                     self._weights(entry, finder)
         except BaseException:

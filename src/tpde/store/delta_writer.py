@@ -30,6 +30,7 @@ from tpde.format.delta_head import (
 from tpde.io.committed import committed
 from tpde.io.sinks import ByteSink, FileSink
 from tpde.store.comparer import Comparer, HostComparer, Kind, Wanted, kind_of
+from tpde.store.delta_file import refuse_too_large
 from tpde.store.states import BaseTensors, Key, State
 
 
@@ -95,11 +96,19 @@ def _models(
     return models
 
 
+def _refuse_large_files(base: State, target: State) -> None:
+    """Refuse early what would be refused at the end. Files of one size may be equal, and be in no delta."""
+    for name, size in target.other_bytes.items():
+        if base.other_bytes.get(name) != size:
+            refuse_too_large(name, size)
+
+
 def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes]]:
     for name in target.others:
         content = target.others[name]()
         entry, payload = OtherEntry(name, xxhash.xxh3_128_hexdigest(content)), b""
         if name not in base.others or base.others[name]() != content:
+            refuse_too_large(name, len(content))
             payload = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(content)
             entry.size = len(payload)
         yield entry, np.frombuffer(payload, np.uint8)
@@ -134,7 +143,13 @@ def write_delta(
         How many threads choose models.
     progress : callable
         Called with a number of the target's bytes when they are done.
+
+    Raises
+    ------
+    InvalidInput
+        If a delta cannot hold the target.
     """
+    _refuse_large_files(base, target)
     pairs, writer = _pairs(base, target), _Writer(sink)
     models = _models(comparer, target, pairs, fast, threads)
     numbers: dict[Kind, int] = {}  # of the models that are used

@@ -40,6 +40,7 @@ class FilesState:
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
+        self.other_bytes: dict[str, int] = {}
         try:
             if isinstance(path, Path) and path.is_dir():
                 self._directory(path)
@@ -60,6 +61,7 @@ class FilesState:
                 self.others[name] = functools.partial(self._restored, end)
             else:
                 self.others[name] = (folder / end).read_bytes
+                self.other_bytes[name] = (folder / end).stat().st_size
         if not self.headers:
             raise InvalidInput(
                 f"`{folder}` has no `*.safetensors` file", hint="name another directory", where=self.name

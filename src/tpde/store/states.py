@@ -41,6 +41,10 @@ class State(Protocol):
     def others(self) -> Mapping[str, Callable[[], bytes]]:
         """What reads each other file."""
 
+    @property
+    def other_bytes(self) -> Mapping[str, int]:
+        """Sizes of other files that lie there as files; what a delta holds is no larger than it may be."""
+
     def read(self, key: Key, threads: int) -> Bytes:
         """Read a tensor. The bytes are the caller's, but for a `MemoryState`'s."""
 
@@ -84,6 +88,7 @@ class MemoryState:
             ("", name): spec for name, spec in parse_header(header, self.name).specs.items()
         }
         self.others: Mapping[str, Callable[[], bytes]] = {}
+        self.other_bytes: Mapping[str, int] = {}
 
     def is_of(self, specs: Mapping[str, TensorSpec]) -> bool:
         """Whether it has these tensors."""
