@@ -16,6 +16,7 @@ from support.packed_folders import INDEX, ONE, TWO, manifest_of, pack_beside, pr
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, Truncated
+from tpde.files.manifest import Manifest
 from tpde.format.constants import MANIFEST
 
 
@@ -47,6 +48,40 @@ def test_the_manifest_names_files_in_the_order_of_their_parts(tmp_path: Path) ->
     assert list(found["files"]) == ["a/x", "a-b", "a.b", "a.safetensors", "b", "c"]
     assert found["folders"] == ["z"]
     assert found["entries"] == 7
+
+
+@pytest.mark.parametrize("limit", ["BYTES", "VALUES"])
+def test_a_manifest_that_no_reader_would_take_is_not_written(
+    limit: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (pack_beside(source) / MANIFEST).read_text()
+    most = len(text.encode()) if limit == "BYTES" else sum(map(text.count, ",:[{")) + 1
+    monkeypatch.setattr(f"tpde.files.documents.MAX_JSON_{limit}", most)
+    tpde.pack(source, tmp_path / "largest")
+    tpde.unpack(tmp_path / "largest", tmp_path / "again")
+    monkeypatch.setattr(f"tpde.files.documents.MAX_JSON_{limit}", most - 1)
+    found = most - (limit == "VALUES")
+    with pytest.raises(InvalidInput, match=f"`{MANIFEST}` would have {found} .* leave files out"):
+        tpde.pack(source, tmp_path / "larger")
+    assert not (tmp_path / "larger").exists()
+
+
+def test_indexes_that_no_manifest_can_hold_are_refused_before_weights_are_packed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpde.files.pack_directory.pack_opened", pytest.fail)
+    monkeypatch.setattr("tpde.files.documents.MAX_JSON_BYTES", len((source / INDEX).read_bytes()) + 50)
+    with pytest.raises(InvalidInput, match=f"which packing changes, `{INDEX}` is the longest"):
+        tpde.pack(source, tmp_path / "packed")
+
+
+def test_an_index_that_is_too_long_when_it_is_packed_is_not_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Manifest, "text", lambda self: "{}")
+    monkeypatch.setattr("tpde.files.documents.MAX_JSON_BYTES", len((source / INDEX).read_bytes()))
+    with pytest.raises(InvalidInput, match=f"`{INDEX}` would have"):
+        tpde.pack(source, tmp_path / "packed")
 
 
 @pytest.mark.parametrize(

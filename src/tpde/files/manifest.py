@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from tpde.errors import Corrupt, NotJson, NotPacked, TpdeError, UnsupportedVersion, printable
-from tpde.files.documents import is_inside, is_text, parse_json, read_document
+from tpde.files.documents import is_inside, is_text, parse_json, read_document, refuse_unread
 from tpde.files.file_kinds import SAFETENSORS, may_change
 from tpde.files.packed_state import packing_configs
 from tpde.files.reader import PackedFile
@@ -63,12 +63,22 @@ class Manifest:
                 )
 
     def text(self) -> str:
-        """The file's content."""
+        """The file's content.
+
+        Raises
+        ------
+        InvalidInput
+            If it is too large to be read.
+        """
         value: dict[str, object] = {"version": VERSION, "entries": len(self.files) + len(self.folders)}
         value["files"] = self.files
         if self.folders:
             value["folders"] = self.folders
-        return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+        text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+        largest = max(self.files, key=lambda name: len(self.files[name].get("original", "")), default="")
+        why = f": of the texts that it keeps, which packing changes, `{largest}` is the longest"
+        refuse_unread(text, MANIFEST, why)
+        return text
 
 
 def is_packed_directory(folder: Path) -> bool:

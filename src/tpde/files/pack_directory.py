@@ -11,7 +11,7 @@ from tpde.errors import AlreadyPacked
 from tpde.files.changed_texts import packed_config, packed_index, through_links
 from tpde.files.copying import Unchanged, copy_file, finish_folders, mode_of, sha256_of_tensors, write_text
 from tpde.files.destinations import refuse_nested, replaceable
-from tpde.files.documents import parse_object, read_document
+from tpde.files.documents import parse_object, read_document, refuse_unread
 from tpde.files.file_kinds import folder_of, is_config
 from tpde.files.folder_swap import new_folder
 from tpde.files.inputs import open_source
@@ -46,6 +46,8 @@ def pack_directory(
     converted = {weights.sources.get(made, made) for made in (*weights.files.values(), *weights.indexes)}
     # A manifest there is of what was packed in the folder before it was saved again.
     copied = [name for name in tree.files if name not in converted and name != MANIFEST]
+    texts = {name: {"original": it.text} for name, it in weights.indexes.items() if name not in tree.links}
+    Manifest(texts, []).text()  # refused now, where it would be when all weights are packed
     names = {*copied, *weights.files.values(), *weights.indexes, *tree.links, *tree.folders}
     with new_folder(destination, replaceable(destination, names), force=force) as folder:
         packing = _Packing(tree, weights, folder, destination)
@@ -110,6 +112,7 @@ class _Packing:
     def change(self, name: str, original: str, changed: str) -> None:
         """Write a text in the place of another, which the manifest keeps."""
         source = self.tree.root / self.weights.sources.get(name, name)
+        refuse_unread(changed, name)
         write_text(self.folder / name, changed, mode_of(source))
         digits = hashlib.sha256(original.encode("utf-8")).hexdigest()
         self.note(name, {"sha256": digits, "original": original})
