@@ -19,7 +19,7 @@ from tpde.store.background_save import BackgroundSave
 from tpde.store.chain import MAX_STEP, close_links, name_of, open_links, state_of, steps_in
 from tpde.store.delta_writer import write_delta_file
 from tpde.store.open_state import MAX_CHAIN
-from tpde.store.pruning import base_of, needed, remove, remove_older
+from tpde.store.pruning import needed, remove, remove_older, rewritten
 from tpde.store.staging import Staging
 from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
@@ -315,7 +315,8 @@ class CheckpointStore(StoredSteps):
         InvalidInput
             If a step to drop is not there, or another process writes to the store.
         MissingBase, Truncated, Corrupt, UnsupportedVersion
-            If a step that must be rewritten cannot be read. What was there loads as before.
+            If a step that must be rewritten cannot be read. What stays loads as before, and so does what it
+            stands on.
         """
         if not isinstance(drop, Iterable):
             raise InvalidInput(f"drop is {drop!r:.50}", hint="name steps in a list", where="drop", found=drop)
@@ -334,15 +335,13 @@ class CheckpointStore(StoredSteps):
             if keep is not None:
                 stays = stays[-whole_number("keep", keep, 1, MAX_STEP) :]
             gone = set(there).difference(stays if rewrite else needed(self.directory, stays))
-            for step in stays if rewrite else ():
-                base = was = base_of(self.directory, step)
-                while base in gone:
-                    base = base_of(self.directory, base)
-                if base != was:  # what it stood on is there until all that stays is rewritten
-                    state = state_of(open_links(self.directory, step))
-                    try:
-                        self._write(step, state, base, force=True)
-                    finally:
-                        state.close()
-            remove(self.directory, gone)
+            bases, held = rewritten(self.directory, stays, gone)
+            remove(self.directory, gone - held)  # first: it makes room to rewrite others
+            for step, base in bases.items():
+                state = state_of(open_links(self.directory, step))
+                try:
+                    self._write(step, state, base, force=True)
+                finally:
+                    state.close()
+            remove(self.directory, held)
             return tuple(sorted(gone))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from tpde.errors import TpdeError
@@ -22,6 +22,21 @@ def needed(folder: Path, steps: Iterable[int]) -> set[int]:
             found.add(at)
             at = base_of(folder, at)
     return found
+
+
+def rewritten(
+    folder: Path, stays: Iterable[int], gone: Collection[int]
+) -> tuple[dict[int, int | None], set[int]]:
+    """The new bases of the steps that stay and stand on some that go, and which these are."""
+    bases, held = dict[int, int | None](), set[int]()
+    for step in stays:
+        base = was = base_of(folder, step)
+        while base is not None and base in gone:
+            held.add(base)
+            base = base_of(folder, base)
+        if base != was:
+            bases[step] = base
+    return bases, held
 
 
 def base_of(folder: Path, step: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from support.training import check, equal, filled
 
 from tpde import CheckpointStore
+from tpde.errors import Truncated
+from tpde.io.sinks import FileSink
 from tpde.store.chain import open_links, state_of, step_of
 
 torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
@@ -85,6 +88,32 @@ def test_pruning_that_fails_anywhere_loses_nothing(
     with CheckpointStore(tmp_path) as store:
         store.prune(3, drop=set(there).intersection({4, 6, 8}))
     check(tmp_path, run, (5, 7, 9))
+
+
+def test_pruning_on_a_full_disk_makes_room_before_it_rewrites(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, run, keyframe_every=3)
+
+    def full(sink: FileSink) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, CheckpointStore(tmp_path, keyframe_every=3) as store:
+        patch.setattr(FileSink, "commit", full)
+        with pytest.raises(OSError, match="No space"):
+            store.prune(1)
+    check(tmp_path, run, (7, 8, 9))  # the last one stands on the others
+    with CheckpointStore(tmp_path, keyframe_every=3) as store:
+        assert store.prune(1) == (7, 8)
+    check(tmp_path, run, (9,))
+
+
+def test_pruning_that_cannot_read_what_stays_removes_nothing(run: dict[int, Any], tmp_path: Path) -> None:
+    filled(tmp_path, run, keyframe_every=3)
+    (tmp_path / "step-00000009.tpde").write_bytes(b"")
+    with CheckpointStore(tmp_path) as store, pytest.raises(Truncated):
+        store.prune(drop=[1, 2])
+    assert CheckpointStore(tmp_path).steps == tuple(run)
 
 
 def test_a_reader_follows_a_chain_that_is_pruned_meanwhile(
