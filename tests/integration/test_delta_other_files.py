@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import zstandard
 from support.delta_files import NEW, OLD, weight_folder
 from support.states import content, folders
 
@@ -93,6 +94,21 @@ def test_other_files_are_in_a_delta_if_they_changed(tmp_path: Path) -> None:
     sizes = dict(diff(base, target, tmp_path / "delta").others)
     assert {name for name, size in sizes.items() if size} == {"changed", "emptied", "new"}
     assert {name for name, size in sizes.items() if not size} == {"same", "deep/empty"}
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+
+
+@pytest.mark.parametrize(("most", "level"), [(500, 19), (499, 9)])
+def test_large_files_are_compressed_at_a_quick_level(
+    most: int, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = _others(tmp_path)
+    (target / "changed").write_text("".join(map(str, range(1000)))[:500])  # which levels tell apart
+    monkeypatch.setattr("tpde.store.delta_writer._SLOW_BYTES", most)
+    sizes = dict(diff(base, target, tmp_path / "delta").others)
+    data = (target / "changed").read_bytes()
+    assert sizes["changed"] == len(zstandard.ZstdCompressor(level=level).compress(data))
+    assert sizes["changed"] != len(zstandard.ZstdCompressor(level=28 - level).compress(data))
     patch(base, tmp_path / "delta", tmp_path / "out")
     assert content(tmp_path / "out") == content(target)
 

@@ -33,6 +33,10 @@ from tpde.store.comparer import Comparer, HostComparer, Kind, Wanted, kind_of
 from tpde.store.delta_file import refuse_too_large
 from tpde.store.states import BaseTensors, Key, State
 
+# Larger files without weights are compressed at a quicker level: 1 MiB of text takes 25 ms instead of 600,
+# and 17 % more bytes.
+_SLOW_BYTES = 4 << 20
+
 
 class _Pair(NamedTuple):
     key: Key
@@ -109,7 +113,8 @@ def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes
         entry, payload = OtherEntry(name, xxhash.xxh3_128_hexdigest(content)), b""
         if name not in base.others or base.others[name]() != content:
             refuse_too_large(name, len(content))
-            payload = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(content)
+            level = 19 if len(content) <= _SLOW_BYTES else 9
+            payload = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(content)
             entry.size = len(payload)
         yield entry, np.frombuffer(payload, np.uint8)
 
