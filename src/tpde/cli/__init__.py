@@ -110,6 +110,10 @@ def main() -> None:
         code = _usage(error)
     except OSError as error:  # of help and the version; commands tell their own
         code = common.unwritten(error)
+    except SystemExit as error:  # by which typer ends a process that nobody listens to, with 1
+        if isinstance(error, _Terminated) or not isinstance(error.__context__, BrokenPipeError):
+            raise
+        code = common.unwritten(error.__context__)
     sys.exit(code if isinstance(code, int) else common.OK)
 
 

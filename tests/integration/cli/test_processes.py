@@ -176,10 +176,14 @@ def test_bar_without_colour(plain: Path, tmp_path: Path) -> None:
     assert terminal("pack", plain, tmp_path / "c", TERM="dumb")[2] == ""
 
 
-def test_reader_that_goes_away(packed: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", ["inspect", "--version", "--help", "pack --help"])
+def test_reader_that_goes_away(args: str, unbuffered: str, packed: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = process("inspect", packed, stdout=writer, stderr=subprocess.PIPE, capture_output=False)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    streams: dict[str, Any] = {"stdout": writer, "stderr": subprocess.PIPE, "capture_output": False}
+    done = process(*args.split(), *([packed] * (args == "inspect")), env=env, **streams)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
