@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,28 @@ def test_a_missing_link_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingBase, match=r"step2.*step1"):
         patch(places[2], places[3], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_is_found_beside_a_symlink_or_beside_what_it_leads_to(tmp_path: Path) -> None:
+    _, places = _chain(tmp_path, 3)
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.symlink_to("../step2")
+    with closing(DeltaFile(FileSource(link))) as file:
+        assert base_path(file) == places[1]
+        beside = tmp_path / "elsewhere" / "step1"
+        beside.symlink_to("../step1")  # as in the hub's cache
+        assert base_path(file) == beside
+    (tmp_path / "other").write_bytes(places[0].read_bytes())
+    diff(link, tmp_path / "other", tmp_path / "elsewhere" / "back")
+    patch(link, tmp_path / "elsewhere" / "back", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == places[0].read_bytes()
+    beside.unlink()
+    patch(link, tmp_path / "elsewhere" / "back", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == places[0].read_bytes()
+    places[1].unlink()
+    with pytest.raises(MissingBase, match=r"link.*step1.*where nothing is"):
+        open_state(link)
 
 
 def test_exchanged_links_are_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def require_unchanged(state: State) -> None:
 
 
 def base_path(delta: DeltaFile) -> Path:
-    """Where a delta's base was when it was made.
+    """Where a delta's base was when it was made, seen from the delta, or from what a link to it leads to.
 
     Raises
     ------
@@ -99,14 +99,15 @@ def base_path(delta: DeltaFile) -> Path:
         If the delta does not say, or there is nothing any longer.
     """
     hint = delta.head.base
-    found = Path(delta.name).parent / hint if hint else None
-    if found is None or Path(hint or "").is_absolute() or "\0" in (hint or "") or not found.exists():
-        raise MissingBase(
-            f"`{delta.name}` has its base at {f'`{hint}`' if hint else 'an unknown place'}, where nothing is",
-            hint="put the base there, or name it",
-            where=delta.name,
-        )
-    return found
+    if hint and "\0" not in hint and not Path(hint).is_absolute():
+        for path in (Path(delta.name), Path(os.path.realpath(delta.name))):
+            if (found := path.parent / hint).exists():
+                return found
+    raise MissingBase(
+        f"`{delta.name}` has its base at {f'`{hint}`' if hint else 'an unknown place'}, where nothing is",
+        hint="put the base there, or name it",
+        where=delta.name,
+    )
 
 
 def open_on(file: DeltaFile, base: str | os.PathLike[str]) -> DeltaState:
