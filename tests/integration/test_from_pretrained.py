@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import checkpoint, same_model, write
-from support.models import CAUSAL, NAMES, assert_same_bits, inputs, make, torch
+from support.models import CAUSAL, NAMES, assert_same_bits, inputs, make, outputs, torch
 
 import tpde
 from tpde import nn as packed_nn
@@ -136,6 +137,28 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     packed = same_model("gpt2", pair)
     assert packed.dtype is torch.float16
     assert packed.hf_quantizer.decoded == 0
+
+
+@pytest.mark.parametrize("way", ["packed", "as it comes", "packed in memory"])
+def test_weights_that_transformers_keeps_in_float32(way: str, tmp_path: Path) -> None:
+    """The `wo` of a T5 in fp16."""
+    pair = checkpoint(tmp_path, "t5")
+    plain = pair.kind.from_pretrained(pair.plain, dtype=torch.float16)
+    kept = {name for name, it in plain.state_dict().items() if it.dtype is torch.float32}
+    assert kept
+    plain.save_pretrained(tmp_path / "half")
+    if way == "packed":
+        tpde.pack(tmp_path / "half", tmp_path / "half packed")
+    elif way == "packed in memory":
+        tpde.pack_module(copy.deepcopy(plain), min_bytes=0).save_pretrained(tmp_path / "half packed")
+    folder = tmp_path / ("half" if way == "as it comes" else "half packed")
+    model = tpde.from_pretrained(folder, pack=way == "as it comes")
+    assert model.hf_quantizer.decoded == 0
+    assert kept <= {f"{path}.weight" for path, _ in packed_nn.packed_modules(model)}
+    for key, value in plain.state_dict().items():
+        assert_same_bits(packed_nn.plain_state_dict(model)[key], value, key)
+    with torch.no_grad():
+        assert_same_bits(outputs("t5", model, 2), outputs("t5", copy.deepcopy(plain), 2))
 
 
 def test_zstd_blobs(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_ties(opened: Opened, tmp_path: Path) -> None:
         assert_same_bits(outputs("qwen2", model, 2), outputs("qwen2", plain, 2))
 
 
+def test_weights_that_transformers_keeps_in_float32(opened: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "t5")
+    plain = pair.kind.from_pretrained(pair.plain, dtype=torch.float16)
+    plain.save_pretrained(tmp_path / "half")
+    tpde.pack(tmp_path / "half", tmp_path / "half packed")
+    model = load(tmp_path / "half packed")
+    assert model.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype is torch.float32
+    with torch.no_grad():
+        assert_same_bits(outputs("t5", model, 2), outputs("t5", copy.deepcopy(plain), 2))
+
+
 def test_where_units_are(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     def choose(names: Any) -> dict[str, str]:
         assert names == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "lm_head"]

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from tpde.integrations.transformers.internals import tied_weights
 from tpde.integrations.transformers.weight_map import same_bytes
 from tpde.loading.checkpoint_files import Stored
@@ -60,6 +63,10 @@ def install(model: Any, parts: Mapping[str, PackedTensor]) -> None:
         parameter = made.setdefault(id(packed), PackedParameter(packed, held.requires_grad))
         for use in uses[id(held)]:
             owner, _, key = use.rpartition(".")
-            if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
+            there = model.get_submodule(owner)._parameters
+            if key in there:  # not a second path to the same module
+                if held.is_meta:  # of the model's dtype, though transformers may keep this weight in float32
+                    like = torch.empty_like(held, dtype=packed.dtype)
+                    there[key] = nn.Parameter(like, held.requires_grad)
                 replace_parameter(model, use, parameter)
             done.add(use)
