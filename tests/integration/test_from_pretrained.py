@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import checkpoint, same_model, write
-from support.models import CAUSAL, NAMES, assert_same_bits, inputs, make, outputs, torch
+from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
 
 import tpde
 from tpde import nn as packed_nn
 from tpde.files.reader import PackedFile
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,15 +131,36 @@ def test_a_base_model_from_a_larger_one(tmp_path: Path) -> None:
         assert_same_bits(packed(**took).last_hidden_state, plain(**took).last_hidden_state)
 
 
-def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
-    pair = checkpoint(tmp_path, "gpt2", torch.float16)
+def wide() -> Any:
+    """A model of which nothing is too small to be packed."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
+    return (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).half().eval()
+    )
+
+
+def with_float32_norms() -> Any:
+    model = make("llama", torch.float16)
+    for it in model.modules():
+        if "Norm" in type(it).__name__:
+            it.float()
+    return model
+
+
+@pytest.mark.parametrize("maker", [partial(make, "gpt2", torch.float16), wide, with_float32_norms])
+def test_dtype_of_a_config_that_names_none(maker: Any, tmp_path: Path) -> None:
+    """Is that of the first tensor, though transformers sees plain ones only."""
+    pair = write(tmp_path, maker())
     for folder in (pair.plain, pair.packed):
         config = json.loads((folder / "config.json").read_text())
         config.pop("dtype")
         (folder / "config.json").write_text(json.dumps(config))
-    packed = same_model("gpt2", pair)
+    packed = same_model("causal", pair)
     assert packed.dtype is torch.float16
-    assert packed.hf_quantizer.decoded == 0
+    with opened_shape(pair.packed) as (planned, _, weights):
+        assert planned.dtype is torch.float16
+        assert not any("is stored as" in reason for _, reason in weights.decoded)
+        assert packed.hf_quantizer.decoded == len(weights.decoded), "norms that are packed"
 
 
 @pytest.mark.parametrize("way", ["packed", "as it comes", "packed in memory"])

@@ -89,6 +89,7 @@ def test_the_first_floating_point_tensor_tells_a_models_dtype(tmp_path: Path) ->
     for tensors, found in (
         ({"b": PACKED, "c": half, "a": PLAIN}, BF16),
         ({"b": PACKED, "a": half}, torch.float16),
+        ({"a": (TensorSpec("F8_E4M3", (2,)), bytes(2)), "b": half}, torch.float16),
         ({"a": PLAIN}, torch.get_default_dtype()),
     ):
         write(tmp_path / "model.safetensors", **tensors)

@@ -150,11 +150,14 @@ def require_files(folder: Path) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of a model whose `config.json` names none: that of its first floating-point tensor."""
+    """The dtype of a model whose `config.json` names none: that of its first floating-point tensor.
+
+    Those of 8 bits are passed over, as transformers does: no model computes in one.
+    """
     with Checkpoint(weight_files(folder)[:1]) as checkpoint:
         specs = {name: it.spec for name, it in checkpoint.packed.items()} | checkpoint.plain
         for name in sorted(specs):
             dtype = torch_dtype(specs[name].dtype)
-            if dtype.is_floating_point:
+            if dtype.is_floating_point and dtype.itemsize > 1:
                 return dtype
     return torch.get_default_dtype()

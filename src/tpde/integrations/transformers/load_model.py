@@ -13,7 +13,12 @@ import torch
 
 from tpde.errors import InvalidInput, TpdeError
 from tpde.format.constants import METHOD
-from tpde.integrations.transformers.folder import model_directory, read_config, require_files
+from tpde.integrations.transformers.folder import (
+    model_directory,
+    read_config,
+    require_files,
+    stored_dtype,
+)
 from tpde.integrations.transformers.keywords import suggesting
 from tpde.loading.collection import collect_first, collecting_later
 from tpde.loading.devices import WITHOUT_BUDGET, check_gpu, checked_device
@@ -94,6 +99,14 @@ def _given_config(config: Any, folder: Path, said: dict[str, Any] | None) -> Any
     elif found is not None:
         del config.quantization_config
     return config
+
+
+def _named_dtype(folder: Path, config: Any) -> Any:
+    """The dtype that a configuration names, the directory's own if none is passed."""
+    if config is not None:
+        return getattr(config, "dtype", None)
+    said = read_config(folder)
+    return said.get("dtype") or said.get("torch_dtype")  # the latter is the former's old name
 
 
 def from_pretrained(
@@ -279,7 +292,10 @@ def load_model(
         checked_device("cuda", WITHOUT_BUDGET)
     # A map says by itself where everything goes.
     target = torch.device("cpu") if device is None and "device_map" in kwargs else checked_device(device)
-    dtype = dtype or kwargs.pop("torch_dtype", None) or "auto"  # the latter is the former's old name
+    dtype = dtype or kwargs.pop("torch_dtype", None) or "auto"
+    stored = said is not None and kwargs.get("variant") is None  # else transformers finds it, or has to
+    if stored and dtype == "auto" and _named_dtype(folder, kwargs.get("config")) is None:
+        dtype = stored_dtype(folder)  # transformers would look at plain tensors only
     known = inspect.signature(from_pretrained).parameters
     with (
         suggesting(kwargs, known),

@@ -100,7 +100,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise InvalidInput(
                 "`config.json` names no dtype",
-                hint="pass `dtype=` to `from_pretrained`, or pack the model again",
+                hint="pass `dtype=` to `from_pretrained`, or load it by `tpde.from_pretrained`",
             )
         return dtype
 
