@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,10 +92,64 @@ def test_models_that_cache_nothing() -> None:
     model.config.is_decoder = True
     assert model_footprint.cache_bytes(model, 100, 2) > 0
     model.config.is_decoder = False
-    assert model_footprint.cache_bytes(model, 100, 2) == 0, "an encoder"
+    assert model_footprint.cache_bytes(model.model, 100, 2) == 0, "an encoder"
     model = llama()
     vars(model.config)["num_attention_heads"] = None
     assert model_footprint.cache_bytes(model, 100, 2) == 0, "no attention"
+
+
+def test_a_model_that_generates_caches_whatever_its_configuration_says() -> None:
+    """GPT-NeoX says that it is no decoder."""
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=4)
+    assert config.is_decoder is False
+    with torch.device("meta"):
+        model = transformers.GPTNeoXForCausalLM(config)
+    layer = 2 * 64 * 2 * 100
+    assert model_footprint.cache_bytes(model, 100, 2) == int(layer * 3 * 1.25) + layer
+
+
+class Layers(SimpleNamespace):
+    """A configuration of layers that differ: what does cannot be asked of it."""
+
+    is_heterogeneous = True
+
+    def __init__(self, config: Any, *layers: dict[str, Any]) -> None:
+        super().__init__(**{k: v for k, v in vars(config).items() if all(k not in it for it in layers)})
+        self.per_layer_config = [SimpleNamespace(**(vars(config) | it)) for it in layers]
+        self._all, self._differs = config, {name for it in layers for name in it}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._differs:
+            raise RuntimeError(f"'{name}' is a per-layer attribute")
+        return getattr(self._all, name)
+
+    def get_text_config(self) -> Any:
+        return self
+
+
+def test_layers_that_differ() -> None:
+    """Each caches its own, and the largest grows; scores are those of the most heads."""
+    model = llama(attn_implementation="eager")
+    layers = [{"head_dim": 16, "num_attention_heads": 4}, {"head_dim": 32, "num_attention_heads": 8}] * 2
+    model.config = Layers(model.config, *layers[:3])
+    small, large = (2 * heads * 2 * 2 * 100 for heads in (16, 32))
+    assert model_footprint.cache_bytes(model, 100, 2) == int((2 * small + large) * 1.25) + large
+    only = {"model.layers.0.mlp.up_proj.weight"}
+    assert model_footprint.cache_bytes(model, 100, 2, only) == int(small * 1.25) + small
+    assert activations_of(model, 2).pair == 1 + 2 + 8 * (2 * 2 + 4)
+
+
+def test_stages_that_differ() -> None:
+    """Of a vision model: scores are those of the most heads."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2
+    )
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = transformers.SwinModel(config)
+    assert activations_of(model, 2).pair == 1 + 2 + 4 * (2 * 2 + 4)
+    assert model_footprint.cache_bytes(model, 100, 2) == 0
 
 
 def test_blocks_of_unknown_kinds_cache_all() -> None:

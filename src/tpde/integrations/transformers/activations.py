@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tpde.integrations.transformers.internals import attention_of, experts_of
+from tpde.integrations.transformers.layer_configs import most
 from tpde.integrations.transformers.recurrent import NONE, Recurrent, recurrent_of
 from tpde.nn.replace import block_path
 from tpde.nn.routing import routes
@@ -98,7 +99,7 @@ def activations_of(model: Any, itemsize: int) -> Activations:
         Bytes of an activation.
     """
     config = model.config.get_text_config()
-    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    hidden = most(config, "hidden_size")
     head = model.get_output_embeddings()
     widths: dict[str, int] = {}
     for path, module in model.named_modules():
@@ -145,7 +146,7 @@ def _outputs(module: nn.Module, config: Any) -> int:
 
 def _chosen(config: Any) -> int:
     """How many experts a token needs."""
-    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1)
+    return most(config, "num_experts_per_tok") or most(config, "top_k") or 1
 
 
 def _gathered_bytes(model: nn.Module, config: Any) -> int:
@@ -170,7 +171,7 @@ def _pair_bytes(model: Any, config: Any, itemsize: int) -> int:
     has biases, scores and weights in float32, as measured on an H200 with PyTorch 2.11: 13.9 bytes for each
     head of a T5. Attention that is never fused has scores for each head, also in float32.
     """
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    heads = most(config, "num_attention_heads")
     total = 1 + itemsize
     if any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
         total += heads * (2 * itemsize + 3 * 4) + 3 * 8

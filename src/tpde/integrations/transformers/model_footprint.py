@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tpde.integrations.transformers.activations import activations_of
+from tpde.integrations.transformers.layer_configs import layer_configs, most
 from tpde.integrations.transformers.recurrent import recurrent_layers, recurrent_of
 from tpde.loading.footprint import FIXED_BYTES, plain_bytes
 from tpde.nn.batch_rows import CACHES
@@ -65,11 +66,22 @@ def cache_bytes(model: Any, max_tokens: int, itemsize: int, only: Collection[str
     config = model.config.get_text_config()
     if not _can_cache(model):
         return 0
-    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    sizes = [_cached(it) * itemsize * max_tokens for it in layer_configs(config)]
+    if len(sizes) == 1:  # of all layers
+        sizes *= int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
     if only is not None:
         blocks = _blocks(model)
-        if len(blocks) == layers:  # otherwise it is not known which of them cache
-            layers = sum(any(name in only for name in names) for names in blocks)
+        if len(blocks) == len(sizes):  # otherwise it is not known which of them cache
+            pairs = zip(sizes, blocks, strict=True)
+            sizes = [size for size, names in pairs if any(name in only for name in names)]
+    every = sum(sizes)
+    if getattr(model.config, "is_encoder_decoder", False):
+        every *= 2  # those of the encoder's tokens too
+    return math.ceil(every * (1 + FRAGMENTATION)) + max(sizes, default=0)
+
+
+def _cached(config: Any) -> int:
+    """How many numbers a layer keeps of a token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     if getattr(config, "qk_nope_head_dim", None):  # latent attention: transformers caches it expanded
@@ -77,10 +89,7 @@ def cache_bytes(model: Any, max_tokens: int, itemsize: int, only: Collection[str
         width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     if getattr(config, "d_kv", None):
         width = 2 * config.d_kv
-    layer = heads * width * itemsize * max_tokens
-    if getattr(model.config, "is_encoder_decoder", False):
-        layers *= 2  # those of the encoder's tokens too
-    return int(math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer) if layers else 0
+    return int(heads * width)
 
 
 def state_bytes(model: Any, max_batch: int, only: Collection[str] | None = None) -> int:
@@ -105,8 +114,9 @@ def _can_cache(model: Any) -> bool:
     config = model.config.get_text_config()
     if not any(it in inspect.signature(model.forward).parameters for it in CACHES):
         return False
-    encoder_only = getattr(config, "is_decoder", None) is False and not model.config.is_encoder_decoder
-    return not encoder_only and getattr(config, "num_attention_heads", None) is not None
+    # Some say that they are no decoder, and are one: GPT-NeoX.
+    decodes = getattr(config, "is_decoder", None) is not False or model.can_generate()
+    return (decodes or model.config.is_encoder_decoder) and most(config, "num_attention_heads") > 0
 
 
 def activation_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
