@@ -36,6 +36,10 @@ def weights(model: Any) -> dict[str, list[str]]:
     }
 
 
+def packed_tensors(model: Any) -> list[Any]:
+    return [slot.packed for _, it in packed_modules(model) for slot in it.tpde_slots.values()]
+
+
 @pytest.mark.parametrize("kernels", ["exact", "fused"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(name: str, kernels: Any, tmp_path: Path) -> None:
@@ -96,27 +100,72 @@ def test_shards_and_other_dtypes_of_the_files(tmp_path: Path) -> None:
         assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
 
 
-def test_what_does_not_shrink_is_held_as_it_is(tmp_path: Path) -> None:
+def spoil(weight: Any) -> None:
+    """Fill a weight with any finite values, which do not shrink."""
+    bits = torch.randint(-(1 << 15), 1 << 15, weight.shape, dtype=torch.int16)
+    with torch.no_grad():
+        weight.copy_(bits.view(torch.bfloat16).nan_to_num_(0, 0, 0))
+
+
+def test_what_does_not_shrink_stays_plain(tmp_path: Path) -> None:
+    """As `tpde pack` leaves it."""
     pair = checkpoint(tmp_path, "llama")
     plain = pair.kind.from_pretrained(pair.plain, dtype="auto")
-    bits = torch.randint(-(1 << 15), 1 << 15, plain.lm_head.weight.shape, dtype=torch.int16)
+    spoil(plain.lm_head.weight)
     with torch.no_grad():
-        plain.lm_head.weight.copy_(bits.bitwise_and_(0x3FFF | -(1 << 15)).view(torch.bfloat16))
         plain.model.layers[0].mlp.up_proj.weight.fill_(0.5)
     plain.save_pretrained(tmp_path / "odd")
+    tpde.pack(tmp_path / "odd", tmp_path / "odd packed")
+    expected = weights(tpde.from_pretrained(tmp_path / "odd packed")).keys()
     for kernels in ("exact", "fused"):
         model = tpde.from_pretrained(tmp_path / "odd", pack=True, kernels=kernels)
-        assert "lm_head.weight" in weights(model)
+        assert type(model.lm_head) is torch.nn.Linear
+        assert weights(model).keys() == expected
+        assert all(it.packed_bytes < it.nbytes for it in packed_tensors(model))
         with torch.no_grad():
             assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
         model.save_pretrained(tmp_path / f"{kernels} saved")
         tpde.verify(tmp_path / f"{kernels} saved")
-        assert_same_bits(
-            tpde.from_pretrained(tmp_path / f"{kernels} saved")
-            .state_dict()["lm_head.weight"]
-            .packed.decoded(),
-            plain.lm_head.weight,
-        )
+        again = tpde.from_pretrained(tmp_path / f"{kernels} saved")
+        assert_same_bits(again.state_dict()["lm_head.weight"], plain.lm_head.weight)
+
+
+def test_what_a_header_makes_larger_stays_plain(tmp_path: Path) -> None:
+    """Keys and values of a tiny model in fp16, of 4 KiB."""
+    pair = checkpoint(tmp_path, "llama", torch.float16)
+    model = tpde.from_pretrained(pair.plain, pack=True)
+    assert type(model.model.layers[0].self_attn.k_proj) is torch.nn.Linear
+    assert weights(model) == weights(tpde.from_pretrained(pair.packed))
+
+
+def test_what_does_not_shrink_stays_tied(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "qwen2")
+    plain = pair.kind.from_pretrained(pair.plain, dtype="auto")
+    spoil(plain.lm_head.weight)
+    plain.save_pretrained(tmp_path / "odd")
+    model = tpde.from_pretrained(tmp_path / "odd", pack=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model.lm_head) is torch.nn.Linear
+    assert weights(model)
+    with torch.no_grad():
+        assert_same_bits(outputs("qwen2", model, 1), outputs("qwen2", plain, 1))
+
+
+def test_some_experts_that_do_not_shrink_stay_with_the_others(tmp_path: Path) -> None:
+    """They are one weight, which is smaller packed; one of which none shrinks stays plain."""
+    pair = checkpoint(tmp_path, "mixtral")
+    plain = pair.kind.from_pretrained(pair.plain, dtype="auto")
+    first, second = (layer.mlp.experts for layer in plain.model.layers)
+    spoil(first.down_proj[0])
+    spoil(second.down_proj)
+    plain.save_pretrained(tmp_path / "odd")
+    model = tpde.from_pretrained(tmp_path / "odd", pack=True)
+    names = weights(model)
+    assert "model.layers.0.mlp.experts.down_proj" in names
+    assert "model.layers.1.mlp.experts.down_proj" not in names
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    with torch.no_grad():
+        assert_same_bits(outputs("mixtral", model, 1), outputs("mixtral", plain, 1))
 
 
 def test_another_dtype_is_left_plain_and_said(llama: Pair, caplog: pytest.LogCaptureFixture) -> None:

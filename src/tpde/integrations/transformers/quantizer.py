@@ -33,7 +33,7 @@ from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.run_memory import MemoryFootprintMethod
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
-from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
+from tpde.integrations.transformers.unpacked import keep_plain, load_plain, report_decoded, some
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.integrations.transformers.weight_map import WeightMap, expected_dtypes, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
@@ -193,6 +193,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 for device in {where[name] for name in weights.runs}:
                     self._require(weights, device)
                 self._parts = open_some_fused(model, checkpoint, weights.runs, where, self._fused)
+                keep_plain(model, weights.runs, self._parts)
                 decoded = self._decode(weights, checkpoint)
             else:
                 streaming = ModelStreaming(

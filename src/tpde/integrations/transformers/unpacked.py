@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from tpde.errors import InvalidInput, TpdeError, printable
 from tpde.integrations.transformers.weight_map import WeightMap, WeightSource
 from tpde.loading.assignment import assign
-from tpde.loading.checkpoint_files import Checkpoint
+from tpde.loading.checkpoint_files import Checkpoint, Stored
+from tpde.loading.runs import Run
+from tpde.nn import PackedTensor
 
 log = logging.getLogger("tpde")
 
@@ -58,6 +60,23 @@ def load_plain(
     for name, tensor in made.items():
         assign(model, name, tensor)
     return list(made)
+
+
+def keep_plain(model: Any, runs: Mapping[str, Run[Stored]], parts: dict[str, PackedTensor]) -> None:
+    """Put weights into a model plain that were packed as they came and take no less: `tpde pack` does so.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Whose parameters they are.
+    runs : mapping of str to Run
+        Its packed parameters in the files.
+    parts : dict of str to PackedTensor
+        The same, read; these are taken out.
+    """
+    for name, run in runs.items():
+        if any(it.is_plain for it in run.parts) and parts[name].packed_bytes >= run.nbytes:
+            assign(model, name, parts.pop(name).decoded())
 
 
 def report_decoded(weights: WeightMap, checkpoint: Checkpoint) -> int:
