@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.budgets import load, simulated
 from support.checkpoints import checkpoint, same_model, write
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
 
@@ -183,6 +184,28 @@ def test_weights_that_transformers_keeps_in_float32(way: str, tmp_path: Path) ->
         assert_same_bits(packed_nn.plain_state_dict(model)[key], value, key)
     with torch.no_grad():
         assert_same_bits(outputs("t5", model, 2), outputs("t5", copy.deepcopy(plain), 2))
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_a_row_that_transformers_makes_zero_is_told(
+    budget: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of padding, in a Funnel; the packed model has the file's."""
+    sizes = {"vocab_size": VOCAB, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128}
+    model = transformers.FunnelModel(transformers.FunnelConfig(**sizes, block_sizes=[1], pad_token_id=7))
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    pair = write(tmp_path, model)
+    plain = pair.kind.from_pretrained(pair.plain)
+    assert not plain.get_input_embeddings().weight[7].any()
+    plain.save_pretrained(tmp_path / "zero")
+    tpde.pack(tmp_path / "zero", tmp_path / "zero packed")
+    for folder, told in (pair.packed, True), (tmp_path / "zero packed", False):
+        caplog.clear()
+        with simulated(monkeypatch):
+            packed = load(folder) if budget else tpde.from_pretrained(folder)
+            row = packed.get_input_embeddings()(torch.tensor([7]))
+        assert row.any() == told
+        assert ("row 7 of `embeddings.word_embeddings.weight`" in caplog.text) == told
 
 
 def test_zstd_blobs(tmp_path: Path) -> None:

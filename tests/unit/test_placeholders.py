@@ -60,3 +60,18 @@ def test_weights_that_nobody_has_tied_are_shown_in_the_end() -> None:
     assert done == [1]
     assert "b.weight" in model.state_dict()
     assert model.ties == 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_to_is_noticed(inference: bool) -> None:
+    """A part of a weight has no mark; weights that are made in inference mode count no writes."""
+    with torch.inference_mode(inference), torch.device("meta"):
+        model = Loading()
+    model.b.bias = torch.nn.Parameter(torch.ones(2))  # decoded: it has what was written
+    places = Placeholders(model, ["a.weight", "b.weight", "b.bias"], [], lambda: None)
+    with torch.inference_mode(inference):
+        model.a.weight.detach()[0].zero_()
+    with torch.no_grad():
+        model.b.bias[0].zero_()
+    model.tie_weights()
+    assert places.written == ([] if inference else ["a.weight"])

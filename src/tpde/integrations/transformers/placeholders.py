@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpde.format.constants import SUFFIX
@@ -31,15 +32,26 @@ class Placeholders:
         Those for which some of the files' tensors are plain: transformers would call these unexpected.
     done : callable
         Called right after the tying, when nothing is hidden any more.
+
+    Attributes
+    ----------
+    written : list of str
+        Those that transformers wrote to, though they are marked as initialised: some models' `_init_weights`
+        asks for no mark where it writes to a part of a weight. What goes through `.data` is not noticed.
     """
 
     def __init__(
         self, model: Any, names: Iterable[str], seen: Iterable[str], done: Callable[[], None]
     ) -> None:
         self._model, self._names, self._done = model, frozenset(names), done
+        self.written: list[str] = []
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
         for name in self._names:
             path, _, leaf = name.rpartition(".")
-            mark_initialized(getattr(model.get_submodule(path), leaf))
+            held = getattr(model.get_submodule(path), leaf)
+            mark_initialized(held)
+            if held.is_meta and not held.is_inference():  # those count no versions
+                self._versions[name] = held, held._version
         register = getattr(model, "register_state_dict_post_hook", None) or model._register_state_dict_hook
         hidden = self._names
 
@@ -65,6 +77,8 @@ class Placeholders:
         """Show the parameters again, and say so. Once; later calls do nothing."""
         if self._model.__dict__.pop("tie_weights", None) is not None:
             self._hook.remove()
+            self.written = sorted(name for name, (it, was) in self._versions.items() if it._version != was)
+            self._versions = {}
             self._done()
 
     def close(self) -> None:

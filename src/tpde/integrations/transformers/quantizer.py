@@ -29,6 +29,7 @@ from tpde.integrations.transformers.internals import (
 )
 from tpde.integrations.transformers.load_target import LoadTarget, load_target
 from tpde.integrations.transformers.packed_parameters import install, tie
+from tpde.integrations.transformers.padding_rows import tell_of_rows
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.run_memory import MemoryFootprintMethod
 from tpde.integrations.transformers.save import state_to_save
@@ -257,8 +258,10 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         install(self._model, self._parts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        written: list[str] = []
         if self._placeholders is not None:
             self._placeholders.close()
+            written = self._placeholders.written
         self.pre_quantized = True
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
@@ -282,6 +285,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         if streaming is not None:
             streaming.attach(model)
             streaming.begin(model)
+        tell_of_rows(model, written)
         self.adopt_inner(model)
         return model
 
