@@ -10,9 +10,11 @@ import pytest
 from support.models import assert_same_bits
 from support.small import Block, torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
-from tpde.nn import pack_module
+from tpde.errors import PackedWeight
+from tpde.nn import finish, pack_module, set_kernels
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(7))
 IDS = torch.arange(10).reshape(5, 2)
@@ -106,6 +108,48 @@ def test_a_transform_within_a_layer_outside_of_blocks(work: Any) -> None:
     for result in results:
         result.square().sum().backward()
     assert_same_bits(given[1].grad, given[0].grad)
+
+
+def at_a_level(module: Any, x: Any = X) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+FORWARD_MODE = {
+    "jvp": lambda module, x: torch.compile(
+        lambda it: jvp(module, (it,), (torch.ones_like(it),))[1], backend="eager", fullgraph=True
+    )(x),
+    "around": lambda module, x: at_a_level(torch.compile(module, backend="eager", fullgraph=True), x),
+}
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.weight, self.bias) * 2
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kernels", ["exact", "fused"])
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+@pytest.mark.parametrize("how", FORWARD_MODE)
+def test_compiled_forward_mode(how: str, kind: Any, kernels: str, gradients: bool) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain, ours = both(kind(64, 192).to(torch.bfloat16 if kernels == "fused" else torch.float32))
+    set_kernels(ours, kernels)
+    with torch.set_grad_enabled(gradients):
+        x = X.to(plain.weight.dtype)
+        assert_same_bits(FORWARD_MODE[how](ours, x), FORWARD_MODE[how](plain, x))
+
+
+@pytest.mark.parametrize("work", [at_a_level, lambda module: jvp(module, (X,), (X,))])
+def test_forward_mode_is_refused_of_tiles(work: Any) -> None:
+    ours = pack_module(nn.Linear(64, 700), min_bytes=0)
+    ours.weight.packed.tile_bytes = 128 << 10
+    finish(ours)
+    with pytest.raises(PackedWeight, match=r"`weight` is packed .*no forward-mode.*reverse mode"):
+        work(ours)
+    assert ours(X).shape == (5, 700)
 
 
 def test_refused_hooks_leave_the_workspace_to_others() -> None:

@@ -16,8 +16,9 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tpde.errors import PackedWeight
 from tpde.nn.embedding import PackedEmbedding, gathers, unpatched, uses_super
-from tpde.nn.group import Group
+from tpde.nn.group import Group, GroupSlot
 from tpde.nn.module_state import PackedState
 from tpde.nn.owner import rebuilds
 from tpde.nn.routed import arguments_of, from_windows, routed
@@ -27,7 +28,7 @@ from tpde.nn.workspace import Pool
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.product import casts, linear
-from tpde.weights.transforms import untransformed
+from tpde.weights.transforms import forward_mode, refuse_export, untransformed
 
 _LINEAR_FORWARD = unpatched(nn.Linear)
 
@@ -112,14 +113,17 @@ class PackedModule(PackedState):
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass as the compiler sees it."""
-        device = next(iter(self.tpde_slots.values())).device
+        own = [slot for name, slot in self.tpde_slots.items() if self.tpde_holds(name)]
+        if not own or (forward_mode() and is_grad_enabled()):  # then each weight is decoded where it is read
+            return super().forward(*args, **kwargs)
+        device = own[0].device
         if is_grad_enabled():
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is _LINEAR_FORWARD
             # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
             autocast = torch.is_autocast_enabled(device.type)
             conv1d = is_conv1d(self.tpde_base) and self.tpde_base.forward is self.tpde_known
-            if slot is not None and (plain_linear or conv1d) and not autocast:
+            if slot in own and (plain_linear or conv1d) and not autocast:
                 width = slot.shape[0 if plain_linear else 1]
                 x = (*args, *kwargs.values())
                 return torch.ops.tpde.linear(*x, self.bias, slot.key, width, not plain_linear)
@@ -139,8 +143,13 @@ class PackedModule(PackedState):
         weights = {
             name: slot.materialize(first_tensor(args, kwargs, slot.device))
             for name, slot in self.tpde_slots.items()
+            if self.tpde_holds(name)
         }
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
+
+    def tpde_holds(self, name: str) -> bool:
+        """Whether the module has a packed weight, no other in its place, as `torch.func.functional_call`."""
+        return self._parameters.get(name) is self.tpde_slots[name].parameter
 
     def tpde_weight(self, name: str) -> Tensor:
         """A packed weight, for whoever asks: decoded within a forward pass, else the parameter."""
@@ -179,8 +188,10 @@ class PackedLinear(PackedModule):
         """As before, with the weight at hand."""
         if not isinstance(self, PackedModule):  # see there
             return type(self).forward(self, input)
-        slot = self.tpde_slots["weight"]
+        slot, parameters = self.tpde_slots["weight"], self._parameters
         if self.tpde_base.forward is not _LINEAR_FORWARD:  # patched, maybe since
+            return super().forward(input)
+        if parameters.get("weight") is not slot.parameter:  # `torch.func.functional_call`
             return super().forward(input)
         if slot.packed.tile_bytes:
             return self._tpde_tiled(input)
@@ -188,8 +199,8 @@ class PackedLinear(PackedModule):
             return self._tpde_product(input)
         if is_compiling():
             return super().forward(input)
-        group, parameters = slot.group, self._parameters
-        if group is None or parameters.get("weight") is not slot.parameter:  # `torch.func.functional_call`
+        group = slot.group
+        if group is None:
             return super().forward(input)
         bias: Any = parameters.get("bias", self)  # `self.bias` takes as long as all the rest
         if bias is self:  # not where layers have it
@@ -214,21 +225,25 @@ class PackedLinear(PackedModule):
         if bias is self:
             bias = self.bias
         if not is_compiling():
-            made = None
-            if parameters.get("weight") is slot.parameter:
-                made = linear(slot.packed, input, bias, slot.parameter.plain_requires_grad)
+            made = linear(slot.packed, input, bias, slot.parameter.plain_requires_grad)
             return functional.linear(input, cast(Tensor, self.weight), bias) if made is None else made
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type) and casts(input):
             dtype = torch.get_autocast_dtype(input.device.type)  # casts where the compiler sees them
             input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
-        if dtype is slot.dtype:
+        if dtype is slot.dtype and not forward_mode():
             return cast(Tensor, torch.ops.tpde.linear(input, bias, slot.key, slot.shape[0], False))
-        return functional.linear(input, slot.materialize(input), bias)
+        return functional.linear(input, slot.materialize(input.detach()), bias)
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
         """The forward pass of a layer larger than any buffer."""
         slot, bias, device = self.tpde_slots["weight"], self.bias, input.device.type
+        if forward_mode():
+            raise PackedWeight(
+                f"`{slot.packed.name}` is packed and larger than any buffer: of the tiles it is multiplied "
+                "in there are no forward-mode derivatives",
+                hint="use reverse mode (`backward`, `torch.func.vjp`), or load the model with more `vram`",
+            )
         # What autocast would do inside of the operator, but where the compiler sees it.
         lower = torch.is_autocast_enabled(device) and input.dtype is not torch.float64
         if lower:
@@ -253,8 +268,9 @@ class PackedExperts(PackedModule):
         """As before, or from windows."""
         if not isinstance(self, PackedModule):  # see there
             return type(self).forward(self, *args, **kwargs)
-        patched = self.tpde_base.forward is not self.tpde_known
-        call = None if patched else routed(self, args, kwargs)
+        known = self.tpde_base.forward is self.tpde_known and not forward_mode()
+        known = known and all(map(self.tpde_holds, self.tpde_slots))
+        call = routed(self, args, kwargs) if known else None
         return super().forward(*args, **kwargs) if call is None else from_windows(self, call)
 
 
@@ -272,13 +288,31 @@ class _Twin:
         return weights[name] if name in weights else getattr(self.__dict__["tpde_module"], name)
 
 
+def _refuse_compiled(slot: GroupSlot) -> None:
+    """Refuse, of programs, those with another tensor in a weight's place that would not be right.
+
+    Raises
+    ------
+    PackedWeight
+        In `torch.export`, which puts stand-ins there, and of a tied weight.
+    """
+    refuse_export()
+    if slot.tied:  # an embedding that has it, too, would not see: see `PackedEmbedding`
+        raise PackedWeight(
+            f"`{slot.packed.name}` is packed and tied, and another tensor is in its place in compiled code",
+            hint="call the model without `torch.compile`, or call `tpde.unpack_module(model)` first",
+        )
+
+
 def _weight(name: str) -> property:
     def read(self: PackedModule) -> Tensor:
         slot = self.tpde_slots[name]
         held = self._parameters.get(name)
         if held is None and name not in self._parameters:
             raise AttributeError(f"`{slot.packed.name}` was taken out of its {type(self).__name__}")
-        if held is not None and held is not slot.parameter and not is_compiling():
+        if held is not None and held is not slot.parameter:
+            if is_compiling():
+                _refuse_compiled(slot)
             return held  # somebody has put it there for a moment, as `torch.func.functional_call` does
         if not is_compiling():
             group = slot.group

@@ -71,6 +71,8 @@ class Slot(Generic[G]):
         Of its bytes in the group's buffer.
     experts : ExpertSource or None
         What decodes those experts that are routed to, if it is a fused tensor of them: see `route_experts`.
+    tied : bool
+        Other modules hold the weight, too, or did.
     view : torch.Tensor or None
         The weight in the workspace whose buffer is `view_of`.
     """
@@ -78,6 +80,7 @@ class Slot(Generic[G]):
     def __init__(self, name: str, parameter: PackedParameter) -> None:
         self.name, self.offset = name, 0
         self.experts: ExpertSource | None = None
+        self.tied = False
         self._take(parameter)
 
     def _take(self, parameter: PackedParameter) -> None:
@@ -85,6 +88,9 @@ class Slot(Generic[G]):
         self.dtype, self.shape, self.nbytes = self.packed.dtype, self.packed.shape, self.packed.nbytes
         self._group: Callable[[], G | None] = _no_group
         self.packed.watch(self)
+        slots = [it for it in self.packed.users() if isinstance(it, Slot)]
+        for it in slots:
+            it.tied = len(slots) > 1
         self.changed()
 
     @property
@@ -214,6 +220,7 @@ class Slot(Generic[G]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.name, self.offset, self.experts = state["name"], state["offset"], None
+        self.tied = False
         self._take(state["parameter"])
 
 

@@ -41,7 +41,8 @@ from torch import Tensor
 from torch.library import Library, register_autograd
 from torch.utils.flop_counter import register_flop_formula
 
-from tpde.errors import InvalidInput, PackedWeight
+from tpde.errors import InvalidInput
+from tpde.weights.transforms import refuse_export
 
 P = ParamSpec("P")
 
@@ -109,11 +110,7 @@ def _meta(name: str) -> Callable[[Callable[P, Tensor]], None]:
     def define(work: Callable[P, Tensor]) -> None:
         @functools.wraps(work)
         def like(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-            if torch.compiler.is_exporting():
-                raise PackedWeight(
-                    "the model's weights are packed, and would not be in what `torch.export` makes",
-                    hint="call `tpde.unpack_module(model)` first",
-                )
+            refuse_export()
             return work(*args, **kwargs)
 
         _library.impl(name, like, "Meta")  # type: ignore[no-untyped-call]

@@ -7,11 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from tpde.weights.launch import capturing
 from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.transforms import refuse_trace, transformed
+from tpde.weights.transforms import forward_mode, refuse_trace, transformed
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -45,7 +44,7 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
         return None
     if type(x) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return None
-    if transformed() or forward_ad._current_level >= 0:
+    if transformed() or forward_mode():
         return None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         if not casts(x) or (bias is not None and not casts(bias)):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
 from tpde.errors import PackedWeight
@@ -19,6 +20,11 @@ from tpde.errors import PackedWeight
 def transformed() -> bool:
     """Whether this thread computes within a transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed, which tpde's operators do not have; may be compiled."""
+    return forward_ad._current_level >= 0
 
 
 def untransformed() -> AbstractContextManager[object]:
@@ -45,5 +51,20 @@ def refuse_trace(name: str) -> None:
         raise PackedWeight(
             f"the packed weights of `{name}` would be constants of what a tracer makes (`torch.jit.trace`, "
             "`torch.fx`, `torch.func.linearize`)",
+            hint="call `tpde.unpack_module(model)` first",
+        )
+
+
+def refuse_export() -> None:
+    """Refuse `torch.export`.
+
+    Raises
+    ------
+    PackedWeight
+        If it is under way.
+    """
+    if torch.compiler.is_exporting():
+        raise PackedWeight(
+            "the model's weights are packed, and would not be in what `torch.export` makes",
             hint="call `tpde.unpack_module(model)` first",
         )
