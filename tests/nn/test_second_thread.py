@@ -14,6 +14,12 @@ from tpde.nn import PackedParameter
 from tpde.nn.scope import Scope
 
 
+def open_scope(group: Any) -> Scope:
+    scope = Scope(group)
+    scope.enter()
+    return scope
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_second_thread_computes_with_copies_of_its_own(
     gradients: bool, monkeypatch: pytest.MonkeyPatch
@@ -78,8 +84,8 @@ def test_a_thread_beside_stays_so_until_its_outermost_scope_ends() -> None:
     seen: list[Any] = []
 
     def second() -> None:
-        outer = Scope(one)
-        inner = Scope(other)
+        outer = open_scope(one)
+        inner = open_scope(other)
         seen.append((outer.outermost, inner.outermost, one.beside, other.beside))
         inner.close()
         seen.append(one.beside)
@@ -102,7 +108,7 @@ def test_the_one_that_waits_does_not_count_as_beside() -> None:
     seen: list[bool] = []
 
     def second() -> None:
-        scope = Scope(one)
+        scope = open_scope(one)
         opened.set()
         assert done.wait(WITHIN)
         scope.close()
@@ -124,8 +130,8 @@ def test_the_one_that_waits_does_not_count_as_beside() -> None:
 def test_scopes_within_scopes_are_not_outermost(inside: bool) -> None:
     _, ours = made()
     one, other = group_of(ours), group_of(ours, 1)
-    outer = Scope(one)
-    inner = Scope(one if inside else other)
+    outer = open_scope(one)
+    inner = open_scope(one if inside else other)
     assert (outer.outermost, inner.outermost) == (True, False)
     assert (one.workspace.depth, one.workspace.group) == (2, one)
     inner.close()

@@ -23,7 +23,7 @@ from tpde.nn.module_state import PackedState
 from tpde.nn.owner import rebuilds
 from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.routing import fused, needed
-from tpde.nn.scope import Scope, first_tensor, is_open
+from tpde.nn.scope import Scope, first_tensor, is_open, within
 from tpde.nn.workspace import Pool
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
@@ -76,16 +76,7 @@ class PackedModule(PackedState):
         group = self.tpde_group()
         if group.live() or is_open(group):
             return self._tpde_routed(group, args, kwargs)
-        scope = Scope(group)
-        try:
-            result = self._tpde_routed(group, args, kwargs)
-            scope.check()
-            return result
-        except Exception:
-            scope.check()
-            raise
-        finally:
-            scope.close()
+        return within(group, lambda _: self._tpde_routed(group, args, kwargs))
 
     def _tpde_routed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass with a scope open; of experts, those that the router chose are decoded first."""
@@ -209,14 +200,15 @@ class PackedLinear(PackedModule):
             return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
         if len(group.slots) > 1 or is_open(group):
             return super().forward(input)
-        scope = Scope(group)  # the layer is a block of its own, such as a model's last
-        try:
-            if not scope.outermost:
-                return super().forward(input)
-            group.fill()
-            return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
-        finally:
-            scope.close()
+        # The layer is a block of its own, such as a model's last.
+        return within(group, functools.partial(self._tpde_alone, group, input, bias))
+
+    def _tpde_alone(self, group: Group, input: Tensor, bias: Any, scope: Scope) -> Any:
+        """The forward pass of a layer outside of blocks."""
+        if not scope.outermost:
+            return super().forward(input)
+        group.fill()
+        return functional.linear(input, group.slots[0].view, bias)  # type: ignore[arg-type]
 
     def _tpde_product(self, input: Tensor) -> Tensor:
         """The forward pass of a layer whose weight is multiplied as it is."""
@@ -252,11 +244,7 @@ class PackedLinear(PackedModule):
         work = functools.partial(torch.ops.tpde.tiled_linear, input, bias, slot.key, slot.shape[0], lower)
         if is_compiling() or is_open(group := self.tpde_group()):
             return cast(Tensor, work())
-        scope = Scope(group)  # for the workspace
-        try:
-            return cast(Tensor, work())
-        finally:
-            scope.close()
+        return within(group, lambda _: cast(Tensor, work()))  # for the workspace
 
 
 class PackedExperts(PackedModule):

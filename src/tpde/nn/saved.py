@@ -128,6 +128,12 @@ def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | No
     return None if ask is None else ask(False)
 
 
+def is_top(saver: Saver) -> bool:
+    """Whether the innermost hooks on saved tensors are these."""
+    top = _top_hooks()
+    return top is not None and getattr(top[0], "__self__", None) is saver
+
+
 def saves(space: Workspace) -> bool:
     """Whether what autograd saves now goes through the hooks of this workspace."""
     top = _top_hooks()

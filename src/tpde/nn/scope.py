@@ -10,8 +10,10 @@ While gradients are recorded, a scope also keeps views of the workspace out of a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -21,12 +23,18 @@ from torch.compiler import is_compiling
 from tpde.nn.forward import AroundForward
 from tpde.nn.group import Group
 from tpde.nn.owner import Owner
-from tpde.nn.saved import Saver, saves
+from tpde.nn.saved import Saver, is_top, saves
+from tpde.nn.workspace import Workspace
 from tpde.weights.transforms import refuse_trace, transformed
+
+T = TypeVar("T")
 
 
 class Scope:
-    """An open scope; `close` must be called by the same thread.
+    """A scope, opened by `enter` and closed by `close` of the same thread.
+
+    Ctrl-C may come after any call, in these two as well: what is taken is noted before, and `close` may be
+    called again. See `within`.
 
     Parameters
     ----------
@@ -36,58 +44,96 @@ class Scope:
     Attributes
     ----------
     outermost : bool
-        Whether there was none before of this thread, so that the weights may be. None is within transforms
-        of `torch.func`, which take no hooks on what autograd saves, and keep it.
+        Whether it is open, and there was none before of this thread, so that the weights may be. None is
+        within transforms of `torch.func`, which take no hooks on what autograd saves, and keep it.
     """
 
-    __slots__ = ("_beside", "_hooks", "outermost", "space")
+    __slots__ = ("_beside", "_depth", "_group", "_saver", "_space", "outermost")
 
     def __init__(self, group: Group) -> None:
-        refuse_trace(group.name)
-        self.space = space = group._workspace or group.workspace
-        self._hooks: saved_tensors_hooks | None = None
+        self._group, self.outermost = group, False
+        self._space: Workspace | None = None
+        self._depth: int | None = None  # of those around this one; None if it has not the workspace
         self._beside: bool | None = None  # whether no scope before this one is, if this one is
-        if transformed() or not space.enter():
-            self.outermost, self._beside = False, get_ident() not in space.beside
-            space.beside.add(get_ident())
+        self._saver: Saver | None = None
+
+    def enter(self) -> None:
+        """Open it."""
+        group = self._group
+        refuse_trace(group.name)
+        self._space = space = group._workspace or group.workspace
+        me = get_ident()
+        if transformed():
+            self._leave_alone(space)
             return
-        self.outermost = not space.depth
-        space.depth += 1
-        if self.outermost:
-            space.thread, space.group = get_ident(), group
+        if space.thread == me:
+            self._depth = space.depth
+            space.depth += 1
+        else:
+            self._depth = 0
+            if not space.enter():
+                self._depth = None
+                self._leave_alone(space)
+                return
+            self.outermost, space.depth, space.thread, space.group = True, 1, me, group
             space.note_uses()
         if is_grad_enabled():
-            saver = Saver(self.space)
-            hooks = saved_tensors_hooks(saver.pack, saver.unpack)
-            try:
-                hooks.__enter__()
-            except BaseException:  # somebody has disabled hooks
-                self.close()
-                raise
-            self._hooks = hooks
+            saver = self._saver = Saver(space)
+            saved_tensors_hooks(saver.pack, saver.unpack).__enter__()
+
+    def _leave_alone(self, space: Workspace) -> None:
+        """Decode copies: the workspace is another's."""
+        self._beside = get_ident() not in space.beside
+        space.beside.add(get_ident())
 
     def check(self) -> None:
         """Refuse what a forward pass that has ended did to the weights: see `Workspace.check`."""
         if self.outermost:
-            self.space.check()
+            assert self._space is not None
+            self._space.check()
 
     def close(self) -> None:
-        """Leave the workspace to others."""
-        space = self.space
-        if self._beside is not None:
-            if self._beside:
-                space.beside.discard(get_ident())
+        """Leave the workspace to others. A second time, it does what the first one was kept from."""
+        space = self._space
+        if space is None:
             return
-        if self._hooks is not None:
-            self._hooks.__exit__()
-        space.depth -= 1
-        if not space.depth:
+        if self._beside:
+            space.beside.discard(get_ident())
+        if self._saver is not None and is_top(self._saver):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if self._depth is None:
+            return
+        if self._depth:
+            space.depth = self._depth
+            return
+        lock = space.lock
+        if lock._is_owned():
             space.give_up_kept()
             space.filled = space.group = None
-            space.thread = 0
+            space.thread = space.depth = 0
             if space.some:
                 space.some.clear()
-        space.lock.release()
+            while lock._is_owned():  # it may have been taken by what was interrupted before it was noted
+                lock.release()
+
+
+def within(group: Group, work: Callable[[Scope], T]) -> T:
+    """Call something with a scope open."""
+    scope = Scope(group)
+    try:
+        scope.enter()
+        result = work(scope)
+        scope.check()
+        return result
+    except Exception:
+        scope.check()  # autograd refuses some changes, when the weight is used next, in its own words
+        raise
+    finally:
+        try:
+            scope.close()
+        except BaseException:  # Ctrl-C
+            scope.close()
+            raise
 
 
 def is_open(group: Group) -> bool:
@@ -158,15 +204,9 @@ class BlockForward(AroundForward):
             result = self.run(args, kwargs)
             group.flat = None
             return result
-        scope = Scope(group)
-        try:
-            if scope.outermost:
-                group.fill()
-            result = self.run(args, kwargs)
-            scope.check()
-            return result
-        except Exception:
-            scope.check()  # autograd refuses some changes, when the weight is used next, in its own words
-            raise
-        finally:
-            scope.close()
+        return within(group, functools.partial(self._filled, group, args, kwargs))
+
+    def _filled(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Any:
+        if scope.outermost:
+            group.fill()
+        return self.run(args, kwargs)

@@ -73,7 +73,7 @@ class Workspace:
     some : set of Slot
         Those of its weights that are here, if not all.
     made : int
-        How many buffers there have been: views of another than the last are invalid.
+        The number of the buffer: views of another than the last are invalid.
     recorded : bool
         A CUDA graph was recorded that will write here again.
     beside : set of int
@@ -84,7 +84,7 @@ class Workspace:
         self.device = device
         self.buffer: Tensor | None = None
         self.start = self.end = 0  # addresses
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.thread = 0
         self.group: Occupant | None = None
         self.filled: Occupant | None = None
@@ -152,25 +152,26 @@ class Workspace:
         self._size = max(nbytes, self._size)
         if self.buffer is None or self.buffer.numel() < self._size:
             self._drop()  # two of them need not fit
-            self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
-            self.made += 1
-            self._storage = self.buffer.untyped_storage()
+            buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
+            self._storage = buffer.untyped_storage()
             with torch.inference_mode(False):
-                self._written = self.buffer.data
+                self._written = buffer.data
             self.note_uses()
-            self.start = self.buffer.data_ptr()
-            self.end = self.start + self.buffer.numel()
+            self.start = buffer.data_ptr()
+            self.end = self.start + buffer.numel()
             self.order()  # to this stream the memory goes back, whoever uses it
+            self.buffer = buffer  # last: what Ctrl-C keeps from it is done again
 
     def _drop(self) -> None:
+        self.filled = None
+        self.made += 1  # first: whatever Ctrl-C leaves of the rest, views are made anew
         for slot in self._viewed:
             if slot.view_of is self.buffer:  # else it has moved to another device since, and is viewed there
                 slot.view = slot.view_of = None
         self._viewed.clear()
-        self._storage = None
         if self.buffer is not None and self._several and self._stream is not None:
             self.buffer.record_stream(self._stream)
-        self.buffer = self.filled = self._written = None
+        self.buffer = self._storage = self._written = None
         self.start = self.end = 0
 
     def check(self) -> None:
@@ -261,15 +262,16 @@ class Workspace:
             How large to make that one, so that the allocator gives it the same memory; 0 if the buffer stays:
             a scope is open, or a CUDA graph writes to it.
         """
-        if self.recorded or not self.lock.acquire(blocking=False):
+        if self.recorded or self.thread == get_ident():
             return 0
         try:
-            if self.depth or capturing(self.device):
+            if not self.lock.acquire(blocking=False) or capturing(self.device):
                 return 0
             self._drop()
             return self._size
         finally:
-            self.lock.release()
+            while self.lock._is_owned():
+                self.lock.release()
 
     def views(self, slot: Slot[Any]) -> Tensor:
         """A weight in the buffer."""
