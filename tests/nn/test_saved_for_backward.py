@@ -10,7 +10,7 @@ from support.models import assert_same_bits
 from support.small import IDS, Block, X, torch
 from support.workspaces import made
 
-from tpde.nn import pack_module
+from tpde.nn import pack_module, set_kernels
 
 
 def test_sparse_tensors_are_kept_for_the_backward_pass() -> None:
@@ -85,3 +85,53 @@ def test_hooks_of_others_save_what_is_not_in_the_workspace() -> None:
     assert len(unpacked) == len(packed)
     plain(IDS).float().square().sum().backward()
     assert_same_bits(ours.blocks[0].norm.weight.grad, plain.blocks[0].norm.weight.grad)
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight, None
+
+
+class Positions(Block):
+    """Learnt ones, whose embedding is multiplied as a whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.positions = torch.nn.Embedding(300, width)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + Multiply.apply(x, self.positions.weight)[..., :64]
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fused"])
+def test_packed_weights_that_others_save(kernels: str) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Positions(64)]).to(torch.bfloat16)
+    plain[0].positions.weight.requires_grad_(False)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    set_kernels(ours, kernels)
+    grads = []
+    for model in (plain, ours):
+        x = X.clone().requires_grad_()
+        model[0](x).float().square().sum().backward()
+        grads.append(x.grad)
+    if kernels == "exact":
+        assert_same_bits(grads[1], grads[0])
+    assert torch.allclose(*grads, rtol=0.05)
+
+
+def test_packed_weights_that_others_save_and_that_are_updated_since() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Positions(64)]).to(torch.bfloat16)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    out = ours[0](X.clone().requires_grad_()).sum()
+    ours[0].positions.weight.packed.updates += 1
+    with pytest.raises(RuntimeError, match=r"`0\.positions\.weight`, a packed weight .* was updated since"):
+        out.backward()

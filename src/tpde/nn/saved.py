@@ -7,6 +7,7 @@ formulas do the rest, so that gradients have the bits that they have with plain 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from tpde.nn.slot import Slot
 from tpde.nn.workspace import Workspace
 from tpde.weights.active_delta import ActiveDelta
+from tpde.weights.packed_tensor import PackedTensor
+from tpde.weights.parameter import PackedParameter
 
 
 class _Again(NamedTuple):
@@ -33,15 +36,8 @@ class _Again(NamedTuple):
 
     def again(self) -> Tensor:
         """The view, decoded anew."""
-        packed = self.slot.packed
-        if packed.updates != self.updates:
-            raise RuntimeError(
-                f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
-                "the forward pass again"
-            )
-        if self.active_delta is None:
-            return self._again()
-        with self.active_delta.at(self.name):
+        _require_updates(self.slot.packed, self.updates)
+        with nullcontext() if self.active_delta is None else self.active_delta.at(self.name):
             return self._again()
 
     def _again(self) -> Tensor:
@@ -61,6 +57,36 @@ class _Again(NamedTuple):
         size = self.dtype.itemsize
         flat = self.slot.span_instead(self.offset * size, (self.offset + max(count, 1)) * size)
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class _Packed(NamedTuple):
+    """A weight that was saved as it is packed: an embedding's, or one that is multiplied so."""
+
+    parameter: PackedParameter
+    active_delta: ActiveDelta | None  # these three as above
+    name: str | None
+    updates: int
+
+    def again(self) -> Tensor:
+        """The weight, decoded."""
+        _require_updates(self.parameter.packed, self.updates)
+        with nullcontext() if self.active_delta is None else self.active_delta.at(self.name):
+            return self.parameter.plain()
+
+
+def _require_updates(packed: PackedTensor, updates: int) -> None:
+    """Refuse a weight that was updated since.
+
+    Raises
+    ------
+    RuntimeError
+        As PyTorch does, naming the weight.
+    """
+    if packed.updates != updates:
+        raise RuntimeError(
+            f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
+            "the forward pass again"
+        )
 
 
 class _Kept(NamedTuple):
@@ -97,6 +123,10 @@ class Saver:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in the place of a tensor."""
         space = self._space
+        if isinstance(tensor, PackedParameter):
+            packed, active_delta = tensor.packed, tensor.packed.active_delta
+            name = None if active_delta is None else active_delta.now()
+            return _Packed(tensor, active_delta, name, packed.updates)
         if tensor.device == space.device and tensor.layout is torch.strided:
             found = space.whose(tensor)
             if found is not None:
@@ -113,7 +143,7 @@ class Saver:
     @staticmethod
     def unpack(saved: Any) -> Tensor:
         """The tensor again."""
-        if isinstance(saved, _Again):
+        if isinstance(saved, (_Again, _Packed)):
             with torch.no_grad():
                 return saved.again()
         if isinstance(saved, _Passed):
