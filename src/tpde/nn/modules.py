@@ -25,6 +25,7 @@ from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.routing import fused, needed
 from tpde.nn.scope import Scope, first_tensor, is_open, within
 from tpde.nn.workspace import Pool
+from tpde.weights import frozen
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.product import casts, linear
@@ -197,7 +198,7 @@ class PackedLinear(PackedModule):
         if bias is self:  # not where layers have it
             bias = self.bias
         if group.live():
-            return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
+            return frozen.linear(input, slot.view, slot.bare, bias)  # type: ignore[arg-type]
         if len(group.slots) > 1 or is_open(group):
             return super().forward(input)
         # The layer is a block of its own, such as a model's last.
@@ -208,7 +209,8 @@ class PackedLinear(PackedModule):
         if not scope.outermost:
             return super().forward(input)
         group.fill()
-        return functional.linear(input, group.slots[0].view, bias)  # type: ignore[arg-type]
+        slot = group.slots[0]
+        return frozen.linear(input, slot.view, slot.bare, bias)  # type: ignore[arg-type]
 
     def _tpde_product(self, input: Tensor) -> Tensor:
         """The forward pass of a layer whose weight is multiplied as it is."""

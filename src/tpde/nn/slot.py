@@ -75,6 +75,8 @@ class Slot(Generic[G]):
         Other modules hold the weight, too, or did.
     view : torch.Tensor or None
         The weight in the workspace whose buffer is `view_of`.
+    bare : torch.Tensor or None
+        The same, which says that it requires no gradient, where `view` says otherwise.
     """
 
     def __init__(self, name: str, parameter: PackedParameter) -> None:
@@ -121,6 +123,7 @@ class Slot(Generic[G]):
         """Forget what was derived from the blobs: they are others, or elsewhere."""
         self._tiles: RowTiles | None = None
         self.view: Tensor | None = None
+        self.bare: Tensor | None = None
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
         if self.packed.of_experts:
@@ -144,7 +147,7 @@ class Slot(Generic[G]):
 
     def frozen(self) -> None:
         """Forget the view, which says that the weight requires a gradient."""
-        self.view = self.view_of = None
+        self.view = self.bare = self.view_of = None
         if (group := self.group) is not None:
             group.frozen()
 

@@ -19,6 +19,7 @@ from tpde.memory.device_memory import allocate
 from tpde.memory.forks import renew_in_forks
 from tpde.nn.slot import ALIGN, Slot
 from tpde.nn.waiting import acquire
+from tpde.weights.frozen import without_gradient
 from tpde.weights.launch import capturing, stream_handle
 from tpde.weights.readonly import refuse_change
 
@@ -167,7 +168,7 @@ class Workspace:
         self.made += 1  # first: whatever Ctrl-C leaves of the rest, views are made anew
         for slot in self._viewed:
             if slot.view_of is self.buffer:  # else it has moved to another device since, and is viewed there
-                slot.view = slot.view_of = None
+                slot.view = slot.bare = slot.view_of = None
         self._viewed.clear()
         if self.buffer is not None and self._several and self._stream is not None:
             self.buffer.record_stream(self._stream)
@@ -278,7 +279,9 @@ class Workspace:
         if slot.view is None or slot.view_of is not self.buffer:
             assert self._written is not None
             before = self._uses()
-            slot.view, slot.view_of = slot.viewed(self._written), self.buffer
+            view = slot.viewed(self._written)
+            slot.bare = without_gradient(view) if view.requires_grad else None
+            slot.view, slot.view_of = view, self.buffer
             self._viewed.add(slot)
             self._known += self._uses() - before
         return slot.view

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.nn import functional
 
 
 @contextmanager
@@ -57,6 +58,33 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
             return weight
         leaf = weight.detach().requires_grad_(True)
         return leaf.view_as(leaf)
+
+
+def without_gradient(weight: Tensor) -> Tensor:
+    """The same memory as a weight that says that it requires no gradient."""
+    with aside():
+        return weight.detach()
+
+
+def linear(x: Tensor, weight: Tensor, bare: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear`, without a gradient of the weight.
+
+    `F.linear` makes `weight.t()`, a view with an edge to follow: the backward pass would compute the weight's
+    gradient, which is as much as all else, and keep x for it. `at::matmul` asks what the weight says only if
+    x has a batch that may not fold into its rows.
+
+    Parameters
+    ----------
+    x, bias
+        What the function takes.
+    weight, bare : torch.Tensor
+        The weight; the same from `without_gradient`, or None if it requires none.
+    """
+    if bare is not None and is_grad_enabled():
+        trained = x.requires_grad or (bias is not None and bias.requires_grad)  # as is the result, then
+        if trained and (x.dim() < 3 or x.is_contiguous()):
+            weight = bare
+    return functional.linear(x, weight, bias)
 
 
 CONTIGUOUS = torch.contiguous_format

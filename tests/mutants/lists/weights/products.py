@@ -62,6 +62,22 @@ MUTANTS = (
         "nn/test_fused_layers.py",
     ),
     mutant(
+        "bare-weights-for-all-batches",
+        "weights/frozen.py",
+        "if trained and (x.dim() < 3 or x.is_contiguous()):",
+        "if trained:",
+        "strided batches are multiplied by another kernel than the plain model's",
+        "nn/test_untrained_weights.py",
+    ),
+    mutant(
+        "gradients-of-packed-weights",
+        "weights/frozen.py",
+        "            weight = bare\n",
+        "            pass\n",
+        "the backward pass computes gradients that nobody gets",
+        "nn/test_untrained_weights.py",
+    ),
+    mutant(
         "strips-all-alike",
         "weights/windowed.py",
         "            self._decode(room[: high - low], first, end)\n",
