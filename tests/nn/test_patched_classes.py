@@ -202,3 +202,32 @@ def test_other_modules_of_a_packed_ones_class_are_plain(pair: tuple[Model, Model
 def test_replicas_are_refused(pair: tuple[Model, Model]) -> None:
     with pytest.raises(PackedWeight, match=r"`embed\.weight` is packed, and `torch\.nn\.DataParallel`"):
         pair[1].embed._replicate_for_data_parallel()
+
+
+class _Counting(nn.Linear):
+    """Keeps the largest input, as observers do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.seen = torch.maximum(self.seen, x.detach().abs().max())
+        return nn.functional.linear(x, self.weight, self.bias) / (1 + self.seen)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_a_compiled_forward_pass_sets_stays_set(gradients: bool) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = _Counting(64)
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    x = torch.randn(3, 64)
+    with torch.set_grad_enabled(gradients):
+        for scale in (1, 10):
+            assert_same_bits(compiled(scale * x), plain(scale * x))
+    assert packed.calls == plain.calls == 2
+    assert_same_bits(packed.seen, plain.seen)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 import sys
 from typing import Any, cast
 
@@ -26,6 +28,19 @@ _FORWARD = unpatched(nn.Embedding)
 def uses_super(function: Any) -> bool:
     """Whether a method calls the same one of its parent class."""
     return "__class__" in inspect.unwrap(function).__code__.co_freevars
+
+
+def sets_attributes(function: Any) -> bool:
+    """Whether a method sets or deletes attributes of its object, in its own code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    for before, it in itertools.pairwise(dis.get_instructions(code)):
+        if it.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+            if loaded in code.co_varnames[:1]:
+                return True
+    return False
 
 
 def gathers(kind: type) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight
-from tpde.nn.embedding import PackedEmbedding, gathers, unpatched, uses_super
+from tpde.nn.embedding import PackedEmbedding, gathers, sets_attributes, unpatched, uses_super
 from tpde.nn.group import Group, GroupSlot
 from tpde.nn.module_state import PackedState
 from tpde.nn.owner import rebuilds
@@ -46,11 +46,14 @@ class PackedModule(PackedState):
     ----------
     tpde_base : type
         The class that the module had.
+    tpde_sets : bool
+        Its forward pass sets attributes of the module.
     tpde_known : callable
         Of experts and of `Conv1D`, the forward pass that they are multiplied for: their class's own.
     """
 
     tpde_base: type[nn.Module]
+    tpde_sets: bool
     tpde_known: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +122,7 @@ class PackedModule(PackedState):
                 width = slot.shape[0 if plain_linear else 1]
                 x = (*args, *kwargs.values())
                 return torch.ops.tpde.linear(*x, self.bias, slot.key, width, not plain_linear)
-            if not uses_super(self.tpde_base.forward):
+            if not (uses_super(self.tpde_base.forward) or self.tpde_sets):  # which the twin would lose
                 # What is computed inside, weights included, is computed again for the backward pass.
                 return checkpoint(self._tpde_twin, *args, use_reentrant=False, **kwargs)
         group = self.tpde_group()
@@ -323,7 +326,8 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
     elif arguments_of(base) is not None:  # type: ignore[arg-type]
         bases = (PackedExperts, base)
-    members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
+    members: dict[str, Any] = {name: _weight(name) for name in names}
+    members |= {"tpde_base": base, "tpde_sets": sets_attributes(base.forward), "__module__": __name__}
     if PackedExperts in bases:
         members["tpde_arguments"] = arguments_of(base)  # type: ignore[arg-type]
         members["tpde_known"] = staticmethod(base.forward)
