@@ -211,3 +211,12 @@ def test_rows_are_decoded_where_they_go() -> None:
         room = torch.zeros(end - begin + at, dtype=torch.uint8)
         source.decode_on_host(begin, end, room.numpy()[at:])
         assert torch.equal(room[at:], needed[begin:end])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_multiplied_by_the_decoded_weight() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 192).bfloat16()
+    x = torch.nested.nested_tensor([torch.randn(rows, 64).bfloat16() for rows in (3, 2)])
+    for mine, theirs in zip(fuse(plain)(x).unbind(), plain(x).unbind(), strict=True):
+        assert_same_bits(mine, theirs)

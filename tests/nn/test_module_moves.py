@@ -90,3 +90,16 @@ def test_a_streamed_convolution_stays_in_its_format() -> None:
         layer.to(memory_format=torch.channels_last)
     layer.weight.packed.sources[0].settled = True
     assert layer.to(memory_format=torch.channels_last) is layer
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("move", [lambda it: it.share_memory(), lambda it: it.to("cpu")])
+def test_a_model_that_is_moved_within_its_forward_pass(
+    move: Any, gradients: bool, pair: tuple[Model, Model]
+) -> None:
+    plain, ours = pair
+    hook = ours.blocks[0].up.register_forward_hook(lambda *_: move(ours) and None)
+    with torch.set_grad_enabled(gradients):
+        assert_same_bits(ours(IDS), plain(IDS))
+        hook.remove()
+        assert_same_bits(ours(IDS), plain(IDS))

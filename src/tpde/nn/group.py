@@ -35,6 +35,8 @@ class Group:
         Of the model.
     """
 
+    _workspace: Workspace | None = None
+
     def __init__(self, name: str, slots: Sequence[GroupSlot], pool: Pool) -> None:
         self.name, self.slots, self.pool = name, list(slots), pool
         at = 0
@@ -66,7 +68,9 @@ class Group:
     def changed(self) -> None:
         """Forget what was derived from the blobs: some are others, or elsewhere."""
         self._materializer: Callable[[Tensor], None] | None = None
-        self._workspace: Workspace | None = None
+        if self._workspace is not None and self._workspace.filled is self:
+            self._workspace.filled = None  # in a forward pass: what comes has views made anew
+        self._workspace = None
         self._viewed = 0  # the buffer, by its number, that all weights have views of
         self.flat: Tensor | None = None  # the weights, while a block is being compiled
         self.key = ops.register(self)

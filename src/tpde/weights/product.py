@@ -42,7 +42,7 @@ def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) 
     refuse_trace(packed.name)
     if len(packed.shape) != 2:
         return None
-    if type(x) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+    if type(x) not in _PLAIN or x.is_nested or (bias is not None and type(bias) not in _PLAIN):
         return None
     if transformed() or forward_mode():
         return None
