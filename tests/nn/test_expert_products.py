@@ -147,9 +147,10 @@ def test_how_much_is_taken(fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     assert not experts.fits(expert_ways.MOST_TOKENS + 1, 1)
     assert experts.fits(1, expert_ways.MOST_ROUTED)
     assert not experts.fits(1, expert_ways.MOST_ROUTED + 1)
-    there._most_rows = 3000  # as where many rows are multiplied at a time
+    there.most_rows = 3000  # as where many rows are multiplied at a time
     assert experts.fits(1000, 3)
     assert not experts.fits(1001, 3)
+    assert not experts.fits(100, 0)
     assert not experts.fits(1, expert_ways.MOST_ROUTED + 1)
     there._experts += 1
     assert not experts.fits(1, 1)

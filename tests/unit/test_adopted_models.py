@@ -198,7 +198,7 @@ def test_what_is_done_when_a_model_is_loaded(streams: bool) -> None:
     for config in (model.config, model.model.config):
         config._is_quantized = True
     it._model, it._checkpoint, it._files, it._parts = model, object(), ["a"], {"a": object()}  # type: ignore[assignment,dict-item]
-    it._placeholders = SimpleNamespace(close=lambda: log.append("shown"))  # type: ignore[assignment]
+    it._placeholders = SimpleNamespace(close=lambda: log.append("shown"), written=[])  # type: ignore[assignment]
 
     def step(name: str, given: Any) -> None:
         assert given is model

@@ -154,6 +154,29 @@ def test_more_rows_are_decoded(experts_on_gpu: Any, kernels: str) -> None:  # no
         assert_same_bits(decoded, plain)
 
 
+def test_what_most_tokens_take_is_there_once_for_profiling(
+    experts_on_gpu: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's profiling run may have more tokens than are multiplied from windows."""
+    from tpde.weights.expert_products import Experts
+
+    asked: list[tuple[int, int]] = []
+
+    def taken(self: Any, tokens: int, rows: int) -> int:
+        asked.append((tokens, rows))
+        return 1 << 20
+
+    monkeypatch.setattr(Experts, "taken", taken)
+    it = load(made(), experts_on_gpu)
+    for stack, most in zip(it.method._stacks.values(), (70 * EACH, 60 * EACH + 1), strict=True):
+        stack.packed.experts._there.most_rows = most
+    x, scores, ids = batch(expert_ways.MOST_EACH * EXPERTS // EACH + 1)
+    for _ in range(2):
+        assert_same_bits(it.method.apply(it.layer, x, scores, ids), computed(*it.weights, x, scores, ids))
+    assert asked == [(60, 60 * EACH)] * 2  # of both weights
+
+
 def test_few_rows_without_a_gpu_or_exact_decode_their_experts() -> None:
     for kernels in ("fused", "exact"):
         it = load(made(kernels=kernels), None)

@@ -118,7 +118,8 @@ def way_of(
     if not few_rows(experts, tokens, count):
         return best
     busy = best.tiles(stripes, experts, count) >= have.multiprocessors
-    return best if busy and count > _FEW * experts else None
+    small = _has_room(best, columns, stripes, experts, count)
+    return best if busy and small and count > _FEW * experts else None
 
 
 def ways_of(have: DeviceFacts, columns: int, experts: int) -> tuple[ManyExperts, ...]:
@@ -144,10 +145,15 @@ def _best(have: DeviceFacts, columns: int, stripes: int, experts: int, count: in
     return min(WAYS, key=lambda it: it.takes(have, columns, stripes, experts, count))
 
 
+def _has_room(how: ManyExperts, columns: int, stripes: int, experts: int, count: int) -> bool:
+    decoded = 2 * experts * 16 * stripes * columns
+    return how.room(columns, experts, count).nbytes <= decoded // _ROOM_SHARE
+
+
 def _beats_decoding(have: DeviceFacts, columns: int, stripes: int, experts: int, count: int) -> bool:
-    best, words = _best(have, columns, stripes, experts, count), experts * 16 * stripes * columns
-    if best.room(columns, experts, count).nbytes > 2 * words // _ROOM_SHARE:
+    best = _best(have, columns, stripes, experts, count)
+    if not _has_room(best, columns, stripes, experts, count):
         return False
-    part = _WHOLE / have.multiprocessors
+    words, part = experts * 16 * stripes * columns, _WHOLE / have.multiprocessors
     decoding = part * words * (_DECODING + _LIBRARY + _LIBRARY_ROW * count / experts)
     return best.takes(have, columns, stripes, experts, count) < decoding

@@ -57,6 +57,8 @@ class DeviceExperts:
         Columns of y.
     columns : int
         Columns of x.
+    most_rows : int
+        Rows of y, up to which `takes` says so of many tokens.
 
     Raises
     ------
@@ -90,7 +92,7 @@ class DeviceExperts:
             row[4:6] = np.frombuffer(window.table, "<u8")
             row[6] = bool(window.flags & FLAG_ZERO)
         self._shape, self._facts = (self.rows, self.columns), current().facts(device)
-        self._most_rows = most_rows(self._facts, self.columns, self._stripes, experts)
+        self.most_rows = most_rows(self._facts, self.columns, self._stripes, experts)
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -143,7 +145,7 @@ class DeviceExperts:
         """Whether products of so many tokens, with so many rows of y each, are computed from windows."""
         # Comparisons alone: a compiler may trace them, with a number of tokens that it does not know.
         count = tokens * each
-        return few_rows(self._experts, tokens, count) or (tokens > MOST_ROWS and count <= self._most_rows)
+        return few_rows(self._experts, tokens, count) or (tokens > MOST_ROWS and 0 < count <= self.most_rows)
 
     def room(self, tokens: int, count: int) -> int:
         """Bytes on the device that `product` takes meanwhile."""
@@ -201,7 +203,7 @@ class DeviceExperts:
         Raises
         ------
         ValueError
-            If x or the room does not lie as it must, or there are too many rows.
+            If x or the room does not lie as it must, or rows that are few at a time are too many.
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")

@@ -64,13 +64,12 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if nn.Embedding.forward is not _FORWARD or self.max_norm is not None:  # patched, or set, maybe since
             return super().forward(input)
-        # The compiler fails where it comes to a tied weight in another module after it was read in one. Heads
-        # are last, and read theirs.
-        asks = not slot.tied or not is_compiling()
-        if asks and self._parameters.get("weight") is not slot.parameter:  # `torch.func.functional_call`
-            return super().forward(input)
+        # Compiled, nobody asks for another tensor in the weight's place: the compiler fails where a weight
+        # was read before it comes to a module that has it, too, such as a head or a whole model.
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
+        if self._parameters.get("weight") is not slot.parameter:  # `torch.func.functional_call`
+            return super().forward(input)
         if not isinstance(input, Tensor):
             refuse_trace(slot.packed.name)
             return super().forward(input)

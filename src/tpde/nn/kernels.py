@@ -61,8 +61,8 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     times as fast as multiplying with plain weights with one row, 1.45 times with 16, 1.2 with 64. Every
     weight is exact. Sums are in fp32, in an order that depends on the number of columns alone: a row's result
     has the same bits in every such batch, but not those of the plain model. So it is with experts, of up to
-    512 tokens, or 32 rows an expert. Gradients take decoded weights, and so do longer inputs, or on Hopper
-    GPUs, where that is faster, other kernels that decode on the way.
+    64 tokens; on other GPUs than Hopper's of up to 512, or 32 rows an expert. Gradients take decoded weights,
+    and so do longer inputs, or on Hopper GPUs, where that is faster, other kernels that decode on the way.
 
     Parameters
     ----------

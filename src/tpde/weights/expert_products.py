@@ -115,6 +115,15 @@ class Experts:
         step = self.nbytes // self._count
         return Span(self, number * step, (number + 1) * step)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a result up to which more than few are computed from windows; 0 if they never are."""
+        return 0 if self._there is None else self._there.most_rows
+
+    def taken(self, tokens: int, rows: int) -> int:
+        """Bytes on the device that `product` takes meanwhile, beside its result."""
+        return 0 if self._there is None else self._there.room(tokens, rows)
+
     def fits(self, tokens: int, each: int) -> bool:
         """Whether products of so many tokens, with so many experts each, are computed from windows.
 
