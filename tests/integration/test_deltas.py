@@ -43,7 +43,7 @@ def test_no_garbage_is_made(make, tmp_path: Path) -> None:
     """None is collected meanwhile: what a tensor takes is gone when the next one comes."""
     base, target = make(tmp_path)
     diff(base, target, tmp_path / "delta")  # what is imported, or made once
-    gc.collect()
+    assert any(gc.collect() == 0 for _ in range(10))  # others' garbage, as a compiler's, goes in steps
     with collecting_later():
         diff(base, target, tmp_path / "delta", force=True)
         assert gc.collect() == 0
