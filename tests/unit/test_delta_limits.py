@@ -11,8 +11,9 @@ from support.delta_heads import DATA, FIELDS, MODELS, made, plain_of, refused, s
 
 from tpde.errors import Corrupt, InvalidInput
 from tpde.format import constants
-from tpde.format.delta_head import HEADER, frame_of, serialize, values_in
+from tpde.format.delta_head import HEADER, frame_of, serialize
 from tpde.format.delta_reader import read_head
+from tpde.format.json_values import values_in
 from tpde.io.sources import BytesSource
 
 

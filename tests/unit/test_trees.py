@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDtype
-from tpde.format.delta_head import values_in
+from tpde.format.json_values import values_in
 from tpde.store import tree_text
 from tpde.store.rebuild_state import rebuild
 from tpde.store.state_tree import StateTree, leaf_bytes

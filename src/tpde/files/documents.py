@@ -8,6 +8,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidInput, NotJson
+from tpde.format.json_values import values_in
 from tpde.io.sources import open_regular
 
 MAX_JSON_BYTES = 64 << 20  # the index of a model of a trillion weights, in 384 experts a block, has 18 MB
@@ -61,11 +62,6 @@ def read_document(path: Path) -> str:
         raise NotJson(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
 
 
-def _values_in(text: str) -> int:
-    """How many values a text has: all but the first stand behind one of these. Those in texts count, too."""
-    return sum(map(text.count, ",:[{"))
-
-
 def refuse_unread(text: str, name: str, why: str = "") -> None:
     """Refuse to write a document that `read_document` or `parse_json` would refuse.
 
@@ -74,7 +70,7 @@ def refuse_unread(text: str, name: str, why: str = "") -> None:
     InvalidInput
         If it is one.
     """
-    size, values, more = len(text.encode()), _values_in(text), ""
+    size, values, more = len(text.encode()), values_in(text), ""
     if size > MAX_JSON_BYTES:
         more = f"{size} bytes, {MAX_JSON_BYTES} at most"
     elif values >= MAX_JSON_VALUES:
@@ -101,7 +97,7 @@ def parse_json(text: str, path: Path, *, unique: bool = False) -> object:
         If it is no JSON, or too deep, or holds more than `MAX_JSON_VALUES` values; with `unique` if a name
         occurs twice in an object: readers differ in which they take.
     """
-    if _values_in(text) >= MAX_JSON_VALUES:
+    if values_in(text) >= MAX_JSON_VALUES:
         raise NotJson(
             f"`{path}` holds more than {MAX_JSON_VALUES} values, which is no description of a model",
             hint="mend it, or fetch it again",

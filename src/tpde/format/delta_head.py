@@ -17,6 +17,7 @@ import zstandard
 from tpde.errors import InvalidInput
 from tpde.format.constants import DELTA_MAGIC, DTYPES, MAX_CONTAINER_HEADER
 from tpde.format.container import TensorSpec
+from tpde.format.json_values import values_in
 
 VERSION = 1
 HEADER = struct.Struct("<8sHHIIIQ24sQ")
@@ -133,11 +134,6 @@ def is_plain(model: bytes) -> bool:
 def max_held(frame_bytes: int) -> int:
     """Most bytes that a frame of so many may hold, be it of contents or of a header (delta.md 5.1, 5.2)."""
     return CONTENTS_BYTES + CONTENTS_TIMES * frame_bytes
-
-
-def values_in(text: str) -> int:
-    """How many values a text of JSON has behind its first, and more if texts in it have such characters."""
-    return sum(map(text.count, ",:[{"))
 
 
 def frame_of(data: bytes) -> bytes:

@@ -37,8 +37,8 @@ from tpde.format.delta_head import (
     is_plain,
     max_held,
     merge_planes,
-    values_in,
 )
+from tpde.format.json_values import values_in
 from tpde.io.sources import ByteSource, read
 
 # A tensor's entry: name, dtype, shape, codec, size; and its model, where changes are sparse.

@@ -18,7 +18,7 @@ from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.files.given_tensors import refuse_without_bytes
 from tpde.format.container import TensorSpec
-from tpde.format.delta_head import values_in
+from tpde.format.json_values import values_in
 from tpde.frameworks import (
     numpy_dtype_name,
     refuse_expanded,

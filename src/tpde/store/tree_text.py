@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tpde.errors import Corrupt
-from tpde.format.delta_head import values_in
+from tpde.format.json_values import values_in
 
 MAX_DEPTH = 64
 MAX_TREE_BYTES, MAX_TREE_VALUES = 64 << 20, 1 << 22
