@@ -4,7 +4,8 @@ PyTorch chooses kernels by whether a weight requires a gradient, even where none
 folds a strided input's batch into its rows then, and else does not. So a decoded weight says what the plain
 one says. But no gradient of it may be computed, which would take time and come to nothing. What does both is
 a view that was made while gradients were off, of a tensor that requires one: it says that it requires a
-gradient, and autograd finds no edge to follow.
+gradient, and autograd finds no edge to follow. `F.linear` makes a view of that again, which has one: see
+`linear`.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def without_gradient(weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bare: Tensor | None, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`, without a gradient of the weight.
 
-    `F.linear` makes `weight.t()`, a view with an edge to follow: the backward pass would compute the weight's
-    gradient, which is as much as all else, and keep x for it. `at::matmul` asks what the weight says only if
-    x has a batch that may not fold into its rows.
+    Of `weight.t()`, which `F.linear` makes, autograd finds an edge: the backward pass would compute the
+    weight's gradient, which is as much as all else, and keep x for it. `at::matmul` asks what the weight says
+    only if x has a batch that may not fold into its rows.
 
     Parameters
     ----------
