@@ -133,7 +133,7 @@ def test_experts() -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda it: f"{it.rows}x{it.warps}")
 def test_experts_with_many_rows(way: ManyExperts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listed, arranged and multiplied: batches that are whole and not, an expert without rows."""
+    """Batches that are whole and not, an expert without rows, blocks that take several tiles."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("other GPUs decode experts for so many rows")
     monkeypatch.setattr(window_experts, "_way_of", lambda *_: way)
@@ -143,10 +143,12 @@ def test_experts_with_many_rows(way: ManyExperts, monkeypatch: pytest.MonkeyPatc
     x = torch.randn((way.rows + 70, 600), device="cuda").bfloat16()
     ids = torch.randint(-1, 3, (len(x),), device="cuda")
     ids[: way.rows + 9] = 1
-    found = experts.product(x, ids, 1, None, 65)
+    found, there = experts.product(x, ids, 1, None, 65), current()
     for some in (slice(2), slice(way.rows, None)):
         assert_same_bits(experts.product(x[some], ids[some], 1, None, 65), found[some])
     assert not found[ids < 0].float().any()
+    with launching_on(MadeBackend(there.kernel, there.facts(0)._replace(multiprocessors=2))):
+        assert_same_bits(experts.product(x, ids, 1, None, 65), found)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])

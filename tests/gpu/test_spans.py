@@ -26,7 +26,9 @@ def test_cut_out_of_a_file(
 ) -> None:
     """In three, within chunks; in experts; whole; cast or not."""
     if codec == "zstd":
-        pytest.importorskip("nvidia.nvcomp", reason="needs nvCOMP: pip install 'tpde[nvcomp]'")
+        pytest.importorskip(
+            "nvidia.nvcomp", reason="needs nvCOMP: pip install 'tpde[nvcomp]'", exc_type=ImportError
+        )
     monkeypatch.setattr(checkpoints, "SMALL_BYTES", 1 << 40 if small else 0)
     monkeypatch.setattr("tpde.loading.runs.STRIP_BYTES", 1)
     plain = (torch.randn(4, 3 * 331, 1003) * 0.02).to(stored)

@@ -10,21 +10,13 @@
 #include "window.cuh"
 #include "hopper.cuh"
 #include "window_halves.cuh"
+#include "window_stages.cuh"
 #include "window_turned.cuh"
 #include "window_held.cuh"
 #include "window_routed.cuh"
 
-#define TILES (NB / 8u)
-#define OTHERS 4u  // warps that do not multiply: registers are shared out by four warps
-#define STAGES 4u  // pieces of x in shared memory
 // Of a warp: two planes of escapes, a chunk, ended sums, and two matrices, for which registers have no room.
 #define ROOM (2 * HALF_PLANE + CHUNK_BYTES + ENDED + 2 * sizeof(Held))
-// Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 12 ? 152 : 232)
-#define OTHER_REGISTERS (WIDE == 12 ? 56 : 40)
-static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
-// Tiles of the matrix that are decoded before their products begin, where registers have room for their words.
-#define AT_ONCE (WIDE == 12 ? 1u : 2u)
 
 // A tile: stripes from `WIDE * group` on of an expert, and a batch's rows. None if there are no rows.
 struct Item {
@@ -42,10 +34,7 @@ experts_many(const Held* held, u32 parts, u32 rows, u32 columns, const Head* hea
   u8* const rooms = xs + STAGES * X_PIECE;  // [WIDE] what warps have for themselves
   // Barriers: a stage is filled, nobody reads it.
   const u32 filled = shared_address(rooms + WIDE * ROOM), emptied = filled + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
-    fence_shared();
-  }
+  if (threadIdx.x == 0) make_stages(filled, emptied);
   follow_early();
   __syncthreads();
   wait_for_last();  // the list and x are the last kernels'
@@ -62,24 +51,13 @@ experts_many(const Held* held, u32 parts, u32 rows, u32 columns, const Head* hea
   if (warp >= WIDE) {
     take_registers<OTHER_REGISTERS, false>();
     if (warp > WIDE) return;
-    u32 stage = 0, parity = 1;
+    Stages at = {filled, emptied, 0, 1};
 #pragma unroll 1
     for (u32 k = 0;; k++) {
       const Item it = item_of(k);
       if (!it.count) break;
       const u32 bytes = (it.count + 7) / 8 * (X_PIECE / TILES);
-      const u8* from = x + (u64)it.octet * chunks * (4 * X_PIECE / TILES);
-#pragma unroll 1
-      for (u32 i = 0; i < 4 * chunks; i++) {
-        wait_on(emptied + 8 * stage, parity);  // the first time nobody has read there
-        if (lane == 0) {
-          expect(filled + 8 * stage, bytes);
-          copy_bulk(shared_address(xs) + stage * X_PIECE, from, bytes, filled + 8 * stage);
-        }
-        __syncwarp();
-        from += bytes;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-      }
+      copy_pieces(at, xs, x + (u64)it.octet * chunks * (4 * X_PIECE / TILES), 0, chunks, bytes, lane);
     }
     return;
   }
@@ -110,16 +88,12 @@ experts_many(const Held* held, u32 parts, u32 rows, u32 columns, const Head* hea
   }
   for (u32 i = lane; i < 2 * HALF_PLANE / 16; i += 32) ((uint4*)planes)[i] = make_uint4(0, 0, 0, 0);
   Records ahead = records_of(first_matrix, stripe, lane);
-  Entries now = load_entries(first_matrix, range_of(first_matrix, stripe, 0), lane), coming = {0, 0, 0, 0};
+  const Entries first_entries = load_entries(first_matrix, range_of(first_matrix, stripe, 0), lane);
   Range after = range_of(first_matrix, stripe, 1);
   __syncwarp();
-  Put a = put_of(first_matrix, now.first, lane < now.count), b = put_of(first_matrix, now.second, lane + 32 < now.count);
-  put_entries(planes, first_matrix, now, a, b, 0, lane);
-  u32 parity = 0, stage = 0;
-  // Of the last stage: all products of it have ended.
-  const auto leave = [&] {
-    if (lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
-  };
+  Escapes now = escapes_of(first_matrix, first_entries, lane);
+  put_entries(planes, first_matrix, now.entries, now.a, now.b, 0, lane);
+  Stages at = {filled, emptied, 0, 0};
 #pragma unroll 1
   for (u32 number = 0; it.count; number++) {
     float sum[TILES * 4];
@@ -145,56 +119,19 @@ experts_many(const Held* held, u32 parts, u32 rows, u32 columns, const Head* hea
       const bool last = i + 1 == chunks, more = !last || following.count;
       const Matrix then = matrix(number + last);  // the next chunk's
       const u32 then_chunk = last ? 0 : i + 1, then_stripe = last ? next_stripe : stripe;
-      coming = {0, 0, 0, 0};
+      Entries coming = {0, 0, 0, 0};
       if (more) {
         coming = load_entries(then, after, lane);
         if (i + 2 < chunks) after = range_of(m, stripe, i + 2);
         else if (following.count) after = range_of(matrix(number + 1), next_stripe, i + 2 - chunks);
       }
-      uint4 codes[3] = {};
-#pragma unroll
-      for (u32 half = 0; half < 2; half++) {
-        u8* const plane = planes + half * HALF_PLANE;
-        wait_for_copies<1>();
-        __syncwarp();  // this half's entries are put, and what other lanes copied has come
-        if (half == 0)
-#pragma unroll
-          for (u32 k = 0; k < 3; k++) codes[k] = take_codes(chunk_held, pairs, 4 * k, lane);
-#pragma unroll
-        for (u32 p = 2 * half; p < 2 * half + 2; p++) {
-          const u64 at = x_there + (stage * X_PIECE >> 4);
-          Pair pair;
-          take_pair(pair, chunk_held, pairs, plane, p, lane);
-#pragma unroll
-          for (u32 first = 0; first < 2; first += AT_ONCE) {
-            u32 w[AT_ONCE][8];
-#pragma unroll
-            for (u32 t = 0; t < AT_ONCE; t++) words_of(codes, pair, r, p, first + t, w[t]);
-            if (first == 0) wait_on(filled + 8 * stage, parity);
-            registers_are_set();
-#pragma unroll
-            for (u32 t = 0; t < AT_ONCE; t++) multiply_tile(sum, w[t], at, first + t, x_step);
-            commit();
-            if (first == 0 && p == 0) put_entries(planes + HALF_PLANE, m, now, a, b, 1, lane);
-            if (first == 0 && p == 2) {
-              const Put c = put_of(then, coming.first, lane < coming.count), d = put_of(then, coming.second, lane + 32 < coming.count);
-              put_entries(planes, then, coming, c, d, 0, lane);
-            }
-            wait_for_products<1>();  // those before have ended
-            if (first == 0 && (i || p)) leave();
-          }
-          if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        __syncwarp();  // the next chunk comes where this one was read
+      multiply_chunk(sum, at, x_there, x_step, i, 0, planes, chunk_held, pairs, r, m, now, then, coming, lane, [&](u32 half) {
         if (more) fetch_half(to, place_of(then, then_stripe, then_chunk), half, lane);
-        close_copies();
-        wipe_entries(plane, m, now, a, b, half, lane);
-      }
-      now = coming;
-      a = put_of(then, now.first, lane < now.count), b = put_of(then, now.second, lane + 32 < now.count);
+      });
+      now = escapes_of(then, coming, lane);
     } while (++i < chunks);
     wait_for_products<0>();
-    leave();
+    leave_piece(at, lane);
 #pragma unroll
     for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[t]);  // they are read here, not above
     const u32 own = it.group * WIDE + warp, row = 16 * stripe;

@@ -24,20 +24,11 @@
 #include "window.cuh"
 #include "hopper.cuh"
 #include "window_halves.cuh"
+#include "window_stages.cuh"
 #include "window_turned.cuh"
 #include "window_arrange.cuh"
 
-#define TILES (NB / 8u)
-#define OTHERS 4u  // warps that do not multiply: registers are shared out by four warps
-#define STAGES 4u  // pieces of x in shared memory
 #define ROOM (2 * HALF_PLANE + CHUNK_BYTES + ENDED)  // of a warp: two planes of escapes, a chunk, ended sums
-// Registers of threads that multiply, and of others. All have 128 or 168 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 12 ? 152 : 232)
-#define OTHER_REGISTERS (WIDE == 12 ? 56 : 40)
-static_assert(registers_suffice(WIDE, REGISTERS, OTHERS, OTHER_REGISTERS, WIDE == 12 ? 128 : 168));
-// Tiles of the matrix that are decoded before their products begin, where registers have room for their words.
-#define AT_ONCE (WIDE == 12 ? 1u : 2u)
-
 #define POLLS 32u  // how often a block looks whether others have come: each takes as long as a load from the cache
 #define SUM_BYTES (WIDE * NB * 64)  // of a tile
 
@@ -195,8 +186,7 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   Work& work = *(Work*)(rooms + WIDE * ROOM + 16 * STAGES);
   if (threadIdx.x == 0) {
     work = work_of(tiles, m.chunks);
-    for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, 1), make_barrier(emptied + 8 * i, WIDE);
-    fence_shared();
+    make_stages(filled, emptied);
   }
   follow_early();
   __syncthreads();
@@ -204,22 +194,12 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     take_registers<OTHER_REGISTERS, false>();
     if (warp > WIDE) return;
     wait_for_last();  // x was arranged by the last kernel; the weights were not
-    u32 stage = 0, parity = 1;
+    Stages at = {filled, emptied, 0, 1};
     Item it;
 #pragma unroll 1
     for (u32 k = 0; item_of(work, k, it); k++) {
-      const u8* from = x + ((u64)(it.tile % across) * m.chunks + it.chunk) * (4 * X_PIECE);
-#pragma unroll 1
-      for (u32 i = 4 * it.chunk; i < 4 * it.end; i++) {
-        wait_on(emptied + 8 * stage, parity);  // the first time nobody has read there
-        if (lane == 0) {
-          expect(filled + 8 * stage, X_PIECE);
-          copy_bulk(shared_address(xs) + stage * X_PIECE, from, X_PIECE, filled + 8 * stage);
-        }
-        __syncwarp();
-        from += X_PIECE;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-      }
+      const u8* const from = x + ((u64)(it.tile % across) * m.chunks + it.chunk) * (4 * X_PIECE);
+      copy_pieces(at, xs, from, it.chunk, it.end, X_PIECE, lane);
     }
     return;
   }
@@ -249,17 +229,13 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
   }
   for (u32 i = lane; i < 2 * HALF_PLANE / 16; i += 32) ((uint4*)planes)[i] = make_uint4(0, 0, 0, 0);
   Records ahead = records_of(m, stripe, lane);
-  Entries now = load_entries(m, range_of(m, stripe, it.chunk), lane), coming = {0, 0, 0, 0};
+  const Entries first_entries = load_entries(m, range_of(m, stripe, it.chunk), lane);
   Cursor then = next_of({stripe, it.chunk, it.end, 0});  // the next chunk
   __syncwarp();
-  Put a = put_of(m, now.first, lane < now.count), b = put_of(m, now.second, lane + 32 < now.count);
-  put_entries(planes, m, now, a, b, 0, lane);
+  Escapes now = escapes_of(m, first_entries, lane);
+  put_entries(planes, m, now.entries, now.a, now.b, 0, lane);
   const u64 x_there = descriptor(shared_address(xs), X_STEP);
-  u32 parity = 0, stage = 0;
-  // Of the last stage: all products of it have ended.
-  const auto leave = [&] {
-    if (lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
-  };
+  Stages at = {filled, emptied, 0, 0};
   u8* const sums = x + (u64)across * m.chunks * (4 * X_PIECE);
   const auto between = [&](u32 block) { return sums + 4 * FLAGS + (u64)block * SUM_BYTES + warp * (SUM_BYTES / WIDE); };
   const auto flag_of = [&](u32 block) { return (u32*)sums + WIDE * block + warp; };
@@ -281,56 +257,19 @@ many_product(MATRIX, u8* x, u32 n, u16* __restrict__ y, u64 y_stride, const u16*
     do {  // a loop that might be left out would have the compiler wait for each product: sums that are loaded are no zeros
       const u32 pairs = pairs_of(m, i);
       Cursor far = then;
-      coming = {0, 0, 0, 0};
+      Entries coming = {0, 0, 0, 0};
       if (then.end) {
         coming = load_entries(m, after, lane);
         far = next_of(then);
       }
-      uint4 codes[3] = {};
-#pragma unroll
-      for (u32 half = 0; half < 2; half++) {
-        u8* const plane = planes + half * HALF_PLANE;
-        wait_for_copies<1>();
-        __syncwarp();  // this half's entries are put, and what other lanes copied has come
-        if (half == 0)
-#pragma unroll
-          for (u32 k = 0; k < 3; k++) codes[k] = take_codes(held, pairs, 4 * k, lane);
-#pragma unroll
-        for (u32 p = 2 * half; p < 2 * half + 2; p++) {
-          const u64 at = x_there + (stage * X_PIECE >> 4);
-          Pair pair;
-          take_pair(pair, held, pairs, plane, p, lane);
-#pragma unroll
-          for (u32 first = 0; first < 2; first += AT_ONCE) {
-            u32 w[AT_ONCE][8];
-#pragma unroll
-            for (u32 t = 0; t < AT_ONCE; t++) words_of(codes, pair, r, p, first + t, w[t]);
-            if (first == 0) wait_on(filled + 8 * stage, parity);
-            registers_are_set();
-#pragma unroll
-            for (u32 t = 0; t < AT_ONCE; t++) multiply_tile(sum, w[t], at, first + t);
-            commit();
-            if (first == 0 && p == 0) put_entries(planes + HALF_PLANE, m, now, a, b, 1, lane);
-            if (first == 0 && p == 2) {
-              const Put c = put_of(m, coming.first, lane < coming.count), d = put_of(m, coming.second, lane + 32 < coming.count);
-              put_entries(planes, m, coming, c, d, 0, lane);
-            }
-            wait_for_products<1>();  // those before have ended
-            if (first == 0 && (i > begin || p)) leave();
-          }
-          if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        __syncwarp();  // the next chunk comes where this one was read
+      multiply_chunk(sum, at, x_there, X_STEP, i, begin, planes, held, pairs, r, m, now, m, coming, lane, [&](u32 half) {
         if (then.end) fetch_half(to, place_of(m, then.stripe, then.chunk), half, lane);
-        close_copies();
-        wipe_entries(plane, m, now, a, b, half, lane);
-      }
-      now = coming;
-      a = put_of(m, now.first, lane < now.count), b = put_of(m, now.second, lane + 32 < now.count);
+      });
+      now = escapes_of(m, coming, lane);
       then = far;
     } while (++i < end);
     wait_for_products<0>();
-    leave();
+    leave_piece(at, lane);
 #pragma unroll
     for (u32 t = 0; t < TILES * 4; t++) keep_register(sum[t]);  // they are read here, not above
     if (end < m.chunks && !in_runs(tiles)) {

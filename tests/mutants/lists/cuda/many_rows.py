@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...mutant import mutant
 
 _KERNEL = "cuda/kernels/window_many.cu"
+_STAGES = "cuda/kernels/window_stages.cuh"
 _TESTS = "unit/test_many_products.py"
 
 MUTANTS = (
@@ -18,23 +19,23 @@ MUTANTS = (
     ),
     mutant(
         "many-rows-of-what-is-not-there",
-        _KERNEL,
-        "            if (first == 0) wait_on(filled + 8 * stage, parity);\n",
+        _STAGES,
+        "        if (first == 0) wait_on(s.filled + 8 * s.stage, s.parity);\n",
         "",
         "x is multiplied before it has come",
         _TESTS,
     ),
     mutant(
         "many-rows-of-what-is-written-over",
-        _KERNEL,
-        "wait_on(emptied + 8 * stage, parity);  // the first",
+        _STAGES,
+        "wait_on(s.emptied + 8 * s.stage, s.parity);  // the first",
         "// the first",
         "x comes where the piece before is still multiplied",
         _TESTS,
     ),
     mutant(
         "many-rows-left-early",
-        _KERNEL,
+        _STAGES,
         "wait_for_products<1>();  // those",
         "wait_for_products<2>();  // those",
         "a piece of x is left while it is multiplied",
@@ -42,7 +43,7 @@ MUTANTS = (
     ),
     mutant(
         "many-rows-before-the-chunk",
-        _KERNEL,
+        _STAGES,
         "wait_for_copies<1>();",
         "wait_for_copies<2>();",
         "half a chunk is read before it has come",
@@ -50,18 +51,18 @@ MUTANTS = (
     ),
     mutant(
         "many-rows-with-escapes-of-others",
-        _KERNEL,
-        "wipe_entries(plane, m, now, a, b, half, lane);",
-        "if (half) wipe_entries(plane, m, now, a, b, half, lane);",
+        _STAGES,
+        "wipe_entries(plane, m, now.entries, now.a, now.b, half, lane);",
+        "if (half) wipe_entries(plane, m, now.entries, now.a, now.b, half, lane);",
         "escapes stay for the chunks that follow",
         _TESTS,
     ),
     mutant(
         "many-rows-with-half-the-escapes",
-        _KERNEL,
+        _STAGES,
         "if (first == 0 && p == 2) {",
-        "if (first == 0 && p == 2 && i + 1 < m.chunks) {",
-        "a tile's first half chunk has no escapes but in the first tile",
+        "if (first == 0 && p == 2 && i > begin) {",
+        "the first half of a tile's second chunk has no escapes",
         _TESTS,
     ),
     mutant(
@@ -210,9 +211,9 @@ MUTANTS = (
     ),
     mutant(
         "x-left-by-half-a-piece",
-        _KERNEL,
-        "if (first == 0 && (i > begin || p)) leave();",
-        "if (i > begin || p) leave();",
+        _STAGES,
+        "if (first == 0 && (i > begin || p)) leave_piece(s, lane);",
+        "if (i > begin || p) leave_piece(s, lane);",
         "of twelve warps each leaves a piece of x twice",
         _TESTS,
     ),
