@@ -12,8 +12,8 @@ import pytest
 from support.commands import process
 from support.craft import bounded
 
-from tpde.errors import InvalidInput, MissingDependency, UnsafePickle, UnsupportedDtype
-from tpde.files.operations import pack
+from tpde.errors import InvalidDestination, InvalidInput, MissingDependency, UnsafePickle, UnsupportedDtype
+from tpde.files.operations import pack, unpack
 
 torch = pytest.importorskip("torch")
 
@@ -186,3 +186,14 @@ def test_names_that_safetensors_cannot_hold_are_refused(name: str, tmp_path: Pat
     torch.save({name: torch.zeros(3)}, tmp_path / "x.pt")
     with pytest.raises(InvalidInput, match=r"not Unicode|place of metadata"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt"])
+def test_no_safetensors_file_is_written_by_a_state_dict_s_name(suffix: str, tmp_path: Path) -> None:
+    """It would be taken for one, and refused."""
+    torch.save({"w": torch.randn(300).bfloat16()}, source := tmp_path / "x.pt")
+    pack(source, packed := tmp_path / "packed.safetensors")
+    for write, file in ((pack, source), (unpack, packed)):
+        with pytest.raises(InvalidDestination, match=r"name it `.*y\.safetensors`"):
+            write(file, tmp_path / f"y{suffix}")
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["packed.safetensors", "x.pt"]

@@ -68,6 +68,8 @@ class MadeBackend:
         Type of the devices.
     nvcomp : Nvcomp, optional
         By default none, of which nobody is warned.
+    compiler : tuple of int or Exception
+        CUDA version of what compiles kernels; or why there is none.
 
     Attributes
     ----------
@@ -81,13 +83,21 @@ class MadeBackend:
         facts: DeviceFacts | Exception = FACTS,
         kind: str = "cuda",
         nvcomp: Any = NO_NVCOMP,
+        compiler: tuple[int, int] | Exception = (13, 0),
     ) -> None:
         self._kernel, self._facts, self.kind, self.nvcomp = kernel, facts, kind, nvcomp
+        self._compiler = compiler
         self.asked: list[int] = []
 
     def driver_version(self) -> tuple[int, int]:
         """Of CUDA 13.0."""
         return 13, 0
+
+    def compiler_version(self) -> tuple[int, int]:
+        """As it was given."""
+        if isinstance(self._compiler, Exception):
+            raise self._compiler
+        return self._compiler
 
     def facts(self, device: int) -> DeviceFacts:
         """As they were given."""

@@ -92,6 +92,22 @@ def test_the_gpu_is_told_whatever_asking_for_it_raises(launch_on: Any) -> None:
         assert (found.status, found.detail, found.required) == (status, detail, False)
 
 
+def test_of_a_gpu_it_says_whether_kernels_can_be_compiled(launch_on: Any) -> None:
+    for compiler, status, detail, command in (
+        ((13, 5), "ok", "of CUDA 13.5", None),
+        (errors.MissingDependency("none", hint="install it"), "missing", "none", "install it"),
+        (errors.UnsupportedDevice("too new", hint="update"), "broken", "too new", "update"),
+    ):
+        launch_on(MadeBackend(compiler=compiler))
+        found = checks()
+        assert found["GPU"].status == "ok"
+        assert found["NVRTC"] == doctor.Check(
+            "NVRTC", status, False, detail, "compiling kernels for the GPU", command
+        )
+    launch_on(MadeBackend(facts=errors.UnsupportedDevice("no driver")))
+    assert "NVRTC" not in checks()
+
+
 def test_the_core_is_tested_on_every_path_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.codec import native
     from tpde.files.reader import PackedFile

@@ -141,7 +141,7 @@ def prune(
     threads: _Threads = None,
     as_json: _Json = False,
 ) -> None:
-    r"""Remove steps. Those that stand on them are rewritten first, with the bits that they have.
+    r"""Remove steps. Those that stand on them are rewritten, with the bits that they have.
 
     Example:
 

@@ -95,6 +95,11 @@ def render(report: DeltaReport) -> str:
     if report.others:
         others = [(name, "same" if not stored else str(stored)) for name, stored in report.others]
         parts.append(table(("file", "stored"), others))
-    where = "an unknown place" if report.base is None else f"`{printable(report.base)}`"
-    parts.append(f"{summary(report)}; its base was at {where}")
+    if report.base is not None:
+        stands = f"its base was at `{printable(report.base)}`"
+    elif report.tensors and not report.needs_base:
+        stands = "it stands on nothing"
+    else:
+        stands = "its base was at an unknown place"
+    parts.append(f"{summary(report)}; {stands}")
     return "\n\n".join(parts)

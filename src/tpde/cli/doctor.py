@@ -81,7 +81,7 @@ def doctor(
     \b
       tpde doctor
     """
-    checks = [*_versions(), *(_package(*p) for p in _PACKAGES), _gpu(), *_core()]
+    checks = [*_versions(), *(_package(*p) for p in _PACKAGES), *_gpu(), *_core()]
     healthy = all(c.status == OK_STATUS for c in checks if c.required)
     if as_json:
         print_json({"ok": healthy, "checks": [dataclasses.asdict(c) for c in checks]})
@@ -134,7 +134,7 @@ def _version_of(name: str) -> str:
     return importlib.metadata.version(_ALSO_CALLED[name])
 
 
-def _gpu() -> Check:
+def _gpu() -> list[Check]:
     """Ask the driver about the first GPU. torch, whose import takes seconds, is not asked."""
     from tpde.cuda.backend import current
     from tpde.errors import MissingDependency, UnsupportedDevice
@@ -143,20 +143,30 @@ def _gpu() -> Check:
     try:
         facts, version = current().facts(0), current().driver_version()
     except MissingDependency:
-        return Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)
+        return [Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)]
     except UnsupportedDevice as error:
-        return Check("GPU", MISSING, False, error.message, needed_for, None)
+        return [Check("GPU", MISSING, False, error.message, needed_for, None)]
     except Exception as error:  # whatever a broken package raises as it is imported
-        return Check("GPU", BROKEN, False, str(error).split("\n", 1)[0], needed_for, None)
-    return Check(
-        "GPU",
-        OK_STATUS,
-        False,
+        return [Check("GPU", BROKEN, False, str(error).split("\n", 1)[0], needed_for, None)]
+    found = (
         f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}, driver for CUDA "
-        f"{version[0]}.{version[1]}",
-        needed_for,
-        None,
+        f"{version[0]}.{version[1]}"
     )
+    return [Check("GPU", OK_STATUS, False, found, needed_for, None), _compiler()]
+
+
+def _compiler() -> Check:
+    """Look whether kernels can be compiled for that GPU's driver."""
+    from tpde.cuda.backend import current
+    from tpde.errors import MissingDependency, UnsupportedDevice
+
+    needed_for = "compiling kernels for the GPU"
+    try:
+        version = current().compiler_version()
+    except (MissingDependency, UnsupportedDevice) as error:
+        status = MISSING if isinstance(error, MissingDependency) else BROKEN
+        return Check("NVRTC", status, False, error.message, needed_for, error.hint)
+    return Check("NVRTC", OK_STATUS, False, f"of CUDA {version[0]}.{version[1]}", needed_for, None)
 
 
 def _core() -> list[Check]:

@@ -35,7 +35,10 @@ def _say_what_to_compare(packed: Path, against: Path | None, base: Path | None) 
         option, made = "--against", f"`{packed}` was packed from"
     else:
         option, made = "--base", f"`{packed}` was made from (`tpde inspect {packed}` names it)"
-    say("hint", f"compare with what {made}, or leave out `{option}` to look for damage alone", "1;36")
+    hint = f"compare with what {made}, or leave out `{option}` to look for damage alone"
+    if against is not None and against.is_dir():
+        hint += "; name with `--exclude` what was left out"
+    say("hint", hint, "1;36")
 
 
 @guard
@@ -134,9 +137,8 @@ def verify(
     else:
         than = " and equal to its source" if against is not None else ""
         if left_out:
-            than = (
-                f", and so is what was packed of its source; {plural(len(left_out), 'thing')} of it was not"
-            )
+            things = f"{plural(len(left_out), 'thing')} of it {'was' if len(left_out) == 1 else 'were'} not"
+            than = f", and so is what was packed of its source; {things}"
         than = " and made from this base" if base is not None else than
         print(f"intact{than}, {seconds:.2f} s")
     return DAMAGE if problems else OK

@@ -95,6 +95,17 @@ class Backend(Protocol):
             If there is no driver, or no device.
         """
 
+    def compiler_version(self) -> tuple[int, int]:
+        """The CUDA version of what compiles kernels.
+
+        Raises
+        ------
+        MissingDependency
+            If it is not installed.
+        UnsupportedDevice
+            If the driver is of an older major version, or there is none.
+        """
+
     def facts(self, device: int) -> DeviceFacts:
         """The facts of a device, by its number as torch counts.
 
@@ -252,6 +263,22 @@ class CudaBackend:
         """What the driver says."""
         return self._driver.version()
 
+    def compiler_version(self) -> tuple[int, int]:
+        """NVRTC's, which the driver supports."""
+        can, made_for = self.driver_version(), self._cubins.compiler.version()
+        if can[0] < made_for[0]:
+            raise UnsupportedDevice(
+                f"the driver supports CUDA {can[0]}.{can[1]}, the installed NVRTC is of CUDA {made_for[0]}."
+                f"{made_for[1]}",
+                hint=(
+                    f"update the driver, or install `cuda-bindings<{made_for[0]}` and the NVRTC of CUDA "
+                    f"{can[0]}"
+                ),
+                found=can,
+                needed=made_for,
+            )
+        return made_for
+
     def facts(self, device: int) -> DeviceFacts:
         """What the driver says of a device."""
         return self._driver.facts(device)
@@ -269,19 +296,8 @@ class CudaBackend:
         return self._kernels[key]
 
     def _compiled(self, source: str, defines: Mapping[str, int], device: int, own: bool) -> bytes:
+        self.compiler_version()
         major, minor = self.facts(device).capability
-        can, made_for = self.driver_version(), self._cubins.compiler.version()
-        if can[0] < made_for[0]:
-            raise UnsupportedDevice(
-                f"the driver supports CUDA {can[0]}.{can[1]}, the installed NVRTC is of CUDA {made_for[0]}."
-                f"{made_for[1]}",
-                hint=(
-                    f"update the driver, or install `cuda-bindings<{made_for[0]}` and the NVRTC of CUDA "
-                    f"{can[0]}"
-                ),
-                found=can,
-                needed=made_for,
-            )
         return self._cubins.get(source, defines, f"sm_{major}{minor}{'a' * own}")
 
     def _load(self, code: bytes, source: str, name: str, device: int) -> Kernel:

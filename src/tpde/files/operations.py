@@ -208,12 +208,6 @@ def unpack(
     count = check_threads(threads)
     left_out: tuple[LeftOut, ...] = ()
     if not path.is_dir():
-        if target.suffix in PICKLES:
-            raise InvalidDestination(
-                f"`{target}` is the name of a PyTorch state dict, and what is restored is a safetensors file",
-                hint=f"name it `{target.with_suffix('.safetensors')}`",
-                where=str(target),
-            )
         _prepare(path, destination, force)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
     elif is_resaved(path):
@@ -315,6 +309,12 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 def _prepare(source: Path, given: str | os.PathLike[str], force: bool) -> None:
     """Refuse a destination for a file, and clear its folder of what killed processes left."""
     destination = Path(given)
+    if destination.suffix in PICKLES:
+        raise InvalidDestination(
+            f"`{destination}` is the name of a PyTorch state dict, and what is written is a safetensors file",
+            hint=f"name it `{destination.with_suffix('.safetensors')}`",
+            where=str(destination),
+        )
     refuse_sources(destination, source)
     refuse_inside_packed(destination)
     refuse_file(given, force)

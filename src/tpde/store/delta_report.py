@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from tpde.format.constants import DTYPES
-from tpde.format.delta_head import SAME, SPARSE, Head, WeightsEntry
+from tpde.format.delta_head import SAME, SPARSE, WITH_BASE, Head, WeightsEntry
 from tpde.io.sources import FileSource
 from tpde.store.delta_file import DeltaFile, existing_delta
 
@@ -70,6 +70,11 @@ class DeltaReport:
     ratio: float
     tensors: tuple[TensorChange, ...]
     others: tuple[tuple[str, int], ...]
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a tensor or another file is made of the base's."""
+        return any(it.codec in WITH_BASE for it in self.tensors) or not all(size for _, size in self.others)
 
 
 def inspect_delta(path: str | os.PathLike[str]) -> DeltaReport:

@@ -205,6 +205,11 @@ def test_a_delta_without_a_base_or_tensors_is_laid_out() -> None:
     assert lines[5:7] == [["a", "same"], ["b", "7"]]
     assert lines[-1][-4:] == ["base", "was", "at", "`b`"]
     assert [it.split()[1] for it in render(report).splitlines()[:1]] == ["codec"]  # one file is not named
+    alone = DeltaReport("d", None, 80, 6, 0.1, (two,), (("b", 7),))
+    assert render(alone).endswith("; it stands on nothing")
+    for needs in ((*alone.tensors, one), alone.others), (alone.tensors, (("a", 0),)):
+        moved = DeltaReport("d", None, 80, 6, 0.1, *needs)
+        assert render(moved).endswith("; its base was at an unknown place")
 
 
 def test_a_report_without_tensors_is_laid_out(run: Run, tmp_path: Path) -> None:
