@@ -24,6 +24,10 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "strided rows": lambda: torch.randn(WIDTH, 15).t(),
     "a part": lambda: torch.randn(3, 9, WIDTH)[:, ::2],
     "no rows": lambda: torch.randn(0, 5, WIDTH),
+    # Contiguous by its sizes, and not rows by its strides.
+    "one sequence, its batch last": lambda: torch.randn(1, 5, WIDTH).transpose(0, 1),
+    "one of each batch": lambda: torch.randn(2, 1, 3, WIDTH).transpose(0, 1),
+    "one row, transposed": lambda: torch.randn(5, 1, WIDTH).transpose(0, 1),
 }
 
 

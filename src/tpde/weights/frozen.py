@@ -83,9 +83,25 @@ def linear(x: Tensor, weight: Tensor, bare: Tensor | None, bias: Tensor | None) 
     """
     if bare is not None and is_grad_enabled():
         trained = x.requires_grad or (bias is not None and bias.requires_grad)  # as is the result, then
-        if trained and (x.dim() < 3 or x.is_contiguous()):
+        if trained and _folds(x):
             weight = bare
     return functional.linear(x, weight, bias)
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether `F.linear` computes with x's rows, whatever the weight says: by strides, as `at::matmul` asks.
+
+    That compares those of dimensions of one element, too, which `is_contiguous` passes over: of a batch of
+    one sequence, transposed, they are others than of rows.
+    """
+    if x.dim() < 3:
+        return True
+    if not x.is_contiguous():
+        return False
+    if x.is_nested:  # has no strides, and is not asked for any
+        return True
+    sizes, steps = x.shape, x.stride()
+    return all(steps[i] == sizes[i + 1] * steps[i + 1] for i in range(len(steps) - 2))
 
 
 CONTIGUOUS = torch.contiguous_format
