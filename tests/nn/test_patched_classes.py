@@ -50,6 +50,51 @@ def test_a_class_patched_before_packing(kind: Any, pair: tuple[Model, Model], mo
     assert_same_bits(packed(IDS), plain(IDS))
 
 
+@pytest.mark.parametrize("name", ["embedding", "linear"])
+def test_a_function_patched_after_packing(name: str, pair: tuple[Model, Model], monkeypatch: Any) -> None:
+    plain, packed = pair
+    before, own = packed(IDS), getattr(nn.functional, name)
+    monkeypatch.setattr(nn.functional, name, lambda *args, **options: own(*args, **options) * 2)
+    assert _unlike(plain, before)
+    assert_same_bits(packed(IDS), plain(IDS))
+    monkeypatch.undo()
+    assert_same_bits(packed(IDS), before)
+
+
+class Scaled(nn.Linear):
+    """Has its weight through code of its own."""
+
+    @property
+    def weight(self) -> Any:
+        return super().__getattr__("weight") * 2
+
+
+class ScaledBias(nn.Linear):
+    """Has its bias so."""
+
+    @property
+    def bias(self) -> Any:
+        return super().__getattr__("bias") * 2
+
+
+class ScaledBoth(nn.Linear):
+    """Has both so."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found * 2 if name in ("weight", "bias") else found
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledBias, ScaledBoth])
+def test_what_a_class_computes_when_it_is_read_stays_plain(kind: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(64, 64), kind(64, 64)), torch.randn(3, 64)
+    expected = plain(x)
+    packed = pack_module(plain, min_bytes=0)
+    assert type(packed[1]) is kind
+    assert_same_bits(packed(x), expected)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", [Block, nn.Linear])
 def test_a_patched_class_is_compiled(

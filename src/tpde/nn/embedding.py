@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn import functional
 
 from tpde.nn.group import GroupSlot
+from tpde.weights.functions import Packed
 from tpde.weights.transforms import refuse_trace, transformed
 
 
@@ -23,6 +25,9 @@ def unpatched(kind: type[nn.Module]) -> Any:
 
 
 _FORWARD = unpatched(nn.Embedding)
+# What that calls, if it is PyTorch's own.
+_OWN = getattr(functional.embedding, "__globals__", None) is vars(functional)
+_EMBEDDING = functional.embedding if _OWN else None
 
 
 def uses_super(function: Any) -> bool:
@@ -64,6 +69,10 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if nn.Embedding.forward is not _FORWARD or self.max_norm is not None:  # patched, or set, maybe since
             return super().forward(input)
+        if functional.embedding is not _EMBEDDING:  # likewise; PyTorch's calls it again for a packed weight
+            weight = self.weight.plain() if isinstance(self.weight, Packed) else self.weight
+            rest = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            return functional.embedding(input, weight, *rest)
         # Compiled, nobody asks for another tensor in the weight's place: the compiler fails where a weight
         # was read before it comes to a module that has it, too, such as a head or a whole model.
         if is_compiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ def supports(module: nn.Module, name: str) -> bool:
         return False
     kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
     parameter = module._parameters.get(name)
-    if parameter is None:
+    if parameter is None or _computes(kind, name):
         return False
     if name == "weight" and isinstance(module, nn.Embedding):
         # Renormalizing changes the weight, and sparse gradients are those of a trained one.
@@ -55,6 +56,18 @@ def supports(module: nn.Module, name: str) -> bool:
         return True
     # Of one slice, it is something else, such as the positions of a vision transformer.
     return parameter.dim() == 3 and parameter.shape[0] > 1 and not kind.__module__.startswith("torch.")
+
+
+def _computes(kind: type[nn.Module], name: str) -> bool:
+    """Whether a class has code of its own for reading a parameter, or a layer's bias, not run if packed.
+
+    Such as a property that scales it.
+    """
+    names, missing = (name, "bias") if issubclass(kind, nn.Linear) else (name,), object()
+    if any(inspect.getattr_static(kind, it, missing) is not missing for it in names):
+        return True
+    asked = kind.__getattribute__, getattr(kind, "__getattr__", None)
+    return asked != (nn.Module.__getattribute__, nn.Module.__getattr__)
 
 
 def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
