@@ -204,6 +204,34 @@ def test_a_state_dict_that_hooks_change_is_theirs(pair: tuple[Model, Model]) -> 
     assert_same_bits(ours(IDS), plain(IDS))
 
 
+class Renames(nn.Sequential):
+    """Knows the names that an older version of it had."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _rename(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _rename(_: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name in [it for it in state_dict if it.startswith(f"{prefix}old.")]:
+        state_dict[prefix + name.removeprefix(f"{prefix}old.")] = state_dict.pop(name)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("kind", [nn.Sequential, Renames])
+def test_old_names_are_refused_before_anything_beneath_is_loaded(kind: Any, around: bool) -> None:
+    made = kind(nn.LayerNorm(64), nn.Linear(64, 64))
+    if kind is nn.Sequential:
+        made.register_load_state_dict_pre_hook(_rename)
+    model = pack_module(nn.Sequential(made) if around else made, min_bytes=0)
+    before = snapshot(model)
+    old = {it.replace("0.", "0.old.", 1) if around else f"old.{it}": value for it, *_, value in before}
+    model.load_state_dict(old)
+    with pytest.raises(PackedWeight, match="nothing of the packed model was loaded"):
+        model.load_state_dict({it: 2 * value for it, value in old.items()})
+    assert unchanged(model, before)
+
+
 def test_models_that_hold_nothing_packed_are_asked_nothing() -> None:
     before = nn.Module._apply, nn.Module.load_state_dict, nn.Module._load_from_state_dict
     pack_module(nn.Sequential(nn.Linear(64, 64)), min_bytes=0)

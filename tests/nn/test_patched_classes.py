@@ -12,7 +12,7 @@ from support.small import IDS, Block, Model, nn, torch
 from torch.nn.utils import parametrize
 
 from tpde.errors import PackedWeight
-from tpde.nn import pack_module, unpack_module
+from tpde.nn import pack_module, packed_modules, unpack_module
 
 
 def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,6 +93,16 @@ def test_what_a_class_computes_when_it_is_read_stays_plain(kind: Any) -> None:
     packed = pack_module(plain, min_bytes=0)
     assert type(packed[1]) is kind
     assert_same_bits(packed(x), expected)
+
+
+def test_what_is_to_be_quantized_stays_plain() -> None:
+    """PyTorch's `convert` would pass over it otherwise, without a word."""
+    from torch.ao import quantization
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].qconfig = quantization.default_dynamic_qconfig
+    packed = pack_module(model, min_bytes=0)
+    assert (type(packed[0]), len([*packed_modules(packed)])) == (nn.Linear, 1)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -3,7 +3,8 @@
 PyTorch does both to one module after the other, and what the last one refuses would be half done. So the
 methods by which it does ask all packed modules beneath first: those of the model that was packed, and of all
 in it that hold a packed one, such as its blocks and lists. What somebody puts around the model comes to them
-in its turn: by then it may have changed modules of its own, which stand before the packed one.
+in its turn: by then it may have changed modules of its own, which stand before the packed one. So may one
+that makes another state dict of the one it loads, by a hook or a method, have loaded parameters of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Asked(threading.local):
     missing : list of str, optional
         A list that is one and the same from a load's first module to its last.
     modules : set of int
-        Which were asked of that load, or need not be.
+        Which were asked of that load.
     """
 
     fn: Any = None
@@ -64,21 +65,35 @@ def _load(
 ) -> None:
     if _asked.missing is not missing_keys:
         _asked.missing, _asked.modules = missing_keys, set()
-    _ask(model, state_dict, prefix, local_metadata.get("assign_to_params_buffers", False))
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    _ask(model, state_dict, prefix, assign)
     how = state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     type(model)._load_from_state_dict(model, *how)
+    if _changes_names(model):
+        _ask_beneath(model, state_dict, prefix, assign)
 
 
 def _ask(module: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-    if module._load_state_dict_pre_hooks:  # which may make another state dict of it, for all beneath
-        _asked.modules.update(map(id, module.modules()))
+    if _changes_names(module):  # all beneath are asked when it has
         return
     if isinstance(module, PackedModule) and id(module) not in _asked.modules:
         module.tpde_check_state(state_dict, prefix, assign)
         _asked.modules.add(id(module))
+    _ask_beneath(module, state_dict, prefix, assign)
+
+
+def _ask_beneath(module: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
     for name, child in module._modules.items():
         if child is not None:
             _ask(child, state_dict, f"{prefix}{name}.", assign)
+
+
+def _changes_names(module: nn.Module) -> bool:
+    """Whether a module may make another state dict of the one it loads, for itself and all beneath."""
+    own = type(module)._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not (
+        isinstance(module, PackedModule) or own is nn.Module._load_from_state_dict
+    )
 
 
 _DO: dict[str, Callable[..., Any]] = {"_apply": _move, "_load_from_state_dict": _load}

@@ -45,6 +45,8 @@ def supports(module: nn.Module, name: str) -> bool:
         return False
     if nn.utils.parametrize.is_parametrized(module):  # its class is one of its own, which PyTorch changes
         return False
+    if getattr(module, "qconfig", None) is not None:  # it is to be quantized, by code that knows plain layers
+        return False
     kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
     parameter = module._parameters.get(name)
     if parameter is None or _computes(kind, name):

@@ -22,6 +22,14 @@ MUTANTS = (
         "nn/test_all_or_nothing.py",
     ),
     mutant(
+        "renamed-weights-are-not-asked",
+        "nn/moving.py",
+        "    if _changes_names(model):\n        _ask_beneath(",
+        "    if not model:\n        _ask_beneath(",
+        "a state dict of old names that a packed weight refuses has loaded all before it",
+        "nn/test_all_or_nothing.py",
+    ),
+    mutant(
         "parts-of-a-model-are-not-asked",
         "nn/moving.py",
         "            if module is not holding[0]:\n",

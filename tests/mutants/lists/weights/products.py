@@ -64,9 +64,17 @@ MUTANTS = (
     mutant(
         "bare-weights-for-all-batches",
         "weights/frozen.py",
-        "if trained and (x.dim() < 3 or x.is_contiguous()):",
+        "if trained and _folds(x):",
         "if trained:",
         "strided batches are multiplied by another kernel than the plain model's",
+        "nn/test_untrained_weights.py",
+    ),
+    mutant(
+        "bare-weights-for-batches-of-one",
+        "weights/frozen.py",
+        "    return all(steps[i] ==",
+        "    return True or all(steps[i] ==",
+        "one sequence, its batch last, is multiplied by another kernel than the plain model's",
         "nn/test_untrained_weights.py",
     ),
     mutant(
