@@ -190,7 +190,8 @@ class TensorSlice:
         dims = _normalise(index, spec.shape)
         # Elements from `begin` on that cover every one asked for, as an array of `shape`: leading integers
         # fix a position, the next dimension a range, all others are whole.
-        begin, shape, rest = 0, list(spec.shape), list(dims)
+        begin, shape = 0, list(spec.shape)
+        rest: list[int | slice | None] = list(dims)
         while rest and isinstance(rest[0], int):
             begin += rest.pop(0) * math.prod(shape[1:])  # type: ignore[operator]
             shape.pop(0)
@@ -203,7 +204,10 @@ class TensorSlice:
             shape[0], rest[0] = high - low, slice(0, high - low, rows.step)
         bits = DTYPES[spec.dtype].bits
         first, size = begin * bits, math.prod(shape) * bits
-        if first % 8 or size % 8:
+        if bits < 8 and rest:
+            # PyTorch's elements are whole bytes of them: it indexes the last dimension by bytes.
+            rest[-1] = _in_bytes(rest[-1], shape[-1], bits)
+        if first % 8 or size % 8 or (rest and rest[-1] is None):
             raise UnsupportedDtype(
                 f"this slice of a {spec.dtype} tensor of shape {list(spec.shape)} starts or ends "
                 "inside a byte",
@@ -217,6 +221,18 @@ class TensorSlice:
             self._tensor.read(first // 8, (first + size) // 8, data, self._threads)
         array = _convert(data, TensorSpec(spec.dtype, tuple(shape)), self._framework)
         return self._place(array[tuple(rest)] if rest else array)
+
+
+def _in_bytes(part: int | slice | None, size: int, bits: int) -> slice | None:
+    """The bytes that a part of `size` numbers of fewer bits is; None if it is not whole ones side by side."""
+    if not isinstance(part, slice) or (part.step != 1 and part.start < part.stop):
+        return None
+    if (part.start, part.stop) == (0, size):  # of which making the tensor says more, if they are no pairs
+        return slice(None)
+    begin, end = part.start * bits, part.stop * bits
+    if begin == end:
+        return slice(0, 0)
+    return None if begin % 8 or end % 8 else slice(begin // 8, end // 8)
 
 
 def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list[int | slice]:

@@ -126,6 +126,23 @@ def test_numbers_of_four_bits_are_sliced_in_pairs() -> None:
             part[0, 0, 3]
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this PyTorch has no dtype for F4")
+def test_numbers_of_four_bits_are_sliced_in_pairs_behind_other_dimensions() -> None:
+    """Indices count numbers in every dimension; PyTorch's last one counts pairs."""
+    data = np.frombuffer(fill("normal", SPECS["F4"]), np.uint8).reshape(6, 5, 200)
+    with tpde.safe_open(FILE, framework="pt") as opened:
+        part = opened.get_slice("F4")
+        for low, high in ((0, 4), (204, 300), (398, 400), (7, 7), (0, 400)):
+            for lead in ((slice(None), slice(None)), (slice(1, 6, 2), 3), (2, slice(0, 5, 4)), (...,)):
+                found, needed = part[(*lead, slice(low, high))], data[(*lead, slice(low // 2, high // 2))]
+                assert tuple(found.shape) == needed.shape
+                assert found.contiguous().view(torch.uint8).numpy().tobytes() == needed.tobytes()
+        for last in (3, -1, 398, slice(1, 4), slice(0, 3), slice(0, 400, 2), slice(0, 8, 5)):
+            for lead in ((slice(None), slice(None)), (1, slice(None)), (1, 2), (...,)):
+                with pytest.raises(UnsupportedDtype, match="inside a byte"):
+                    part[(*lead, last)]
+
+
 def test_a_slice_reads_its_own_chunks_only() -> None:
     spec = TensorSpec("BF16", (40, 8192))  # a chunk a row
     source = safetensors_bytes({"x": (spec, fill("normal", spec))})
