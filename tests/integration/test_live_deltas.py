@@ -175,6 +175,33 @@ def test_views_of_one_memory() -> None:
     assert bits_of(old) == bits_of(new)
 
 
+@pytest.mark.parametrize("check", ["all", "changed"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_memory_of_which_pytorch_has_several_storages(odd: int, fast: bool, check: Any) -> None:
+    """Arrays and buffers that overlap: what fits is written, what would differ is refused."""
+    data = np.zeros(8001, np.uint8)[odd : odd + 8000]
+    data.view(np.float32)[:] = np.arange(2000)
+    places = {"tail": (1000, 8000), "head": (0, 4000), "whole": (0, 8000), "other": (4002, 6002)}
+    old = {
+        name: torch.from_numpy(data[begin:end]).view(torch.float32) for name, (begin, end) in places.items()
+    }
+    new = clones(old)
+    changed = data.copy()
+    changed.view(np.float32)[::7] += 1
+    for name, (begin, end) in places.items():
+        new[name].view(torch.uint8).copy_(torch.from_numpy(changed[begin:end]))
+    tpde.apply_delta(old, tpde.make_delta(clones(old), new, fast=fast), check=check)
+    assert bits_of(old) == bits_of(new)
+    for name, at in (("tail", 20), ("head", 900), ("whole", 1200), ("other", 7)):
+        apart = clones(new)
+        apart[name][at] += 1
+        delta = tpde.make_delta(new, apart, fast=fast)
+        with pytest.raises(InvalidInput, match="shares memory"):
+            tpde.apply_delta(old, delta, check=check)
+        assert bits_of(old) == bits_of(new)
+
+
 def test_views_of_one_memory_under_another_default_device() -> None:
     old, new = _buffer(), _buffer()
     new["whole"][2, 3:20] += 1

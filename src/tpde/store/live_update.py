@@ -21,6 +21,7 @@ from tpde.store.live_tensors import LiveTensors
 from tpde.store.live_writes import (
     Change,
     InPlace,
+    memories,
     refuse_conflicts,
     require_writable,
     write_change,
@@ -134,9 +135,9 @@ def _require_places(entries: Sequence[TensorEntry], state: LiveTensors) -> None:
 def _alone(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a delta that are each in memory of its own."""
     mine = {it.name: tensors[it.name] for it in entries}
-    places = {name: (it.device, it.untyped_storage().data_ptr()) for name, it in mine.items() if it.numel()}
+    places = memories(mine)
     users = Counter(places.values())
-    return {name: mine[name] for name, place in places.items() if users[place] == 1}
+    return {name: it for name, it in mine.items() if name in places and users[places[name]] == 1}
 
 
 def _in_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -85,28 +86,36 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+def memories(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Which memory each tensor lies in, as a number: the same where storages overlap.
+
+    PyTorch knows one storage by another only where it made a view; arrays of NumPy, and what has the buffer
+    protocol, may give it several of one memory.
+    """
+    places = sorted(
+        (str(it.device), (storage := it.untyped_storage()).data_ptr(), storage.nbytes(), name)
+        for name, it in tensors.items()
+        if it.numel()
+    )
+    found, last, end, number = dict[str, int](), "", 0, 0
+    for device, begin, size, name in places:
+        if device != last or begin >= end:
+            last, end, number = device, 0, number + 1
+        found[name], end = number, max(end, begin + size)
+    return found
+
+
 def refuse_conflicts(changes: list[Change], delta: str) -> None:
     """Refuse tensors that share memory and would miss their targets: tried in a copy of that memory."""
-    import torch
-
-    shared: dict[tuple[object, int], list[Change]] = {}
+    found = memories({it.entry.name: it.tensor for it in changes})
+    shared: dict[int, list[Change]] = {}
     for it in changes:
-        if it.tensor.numel():
-            place = it.tensor.device, it.tensor.untyped_storage().data_ptr()
-            shared.setdefault(place, []).append(it)
+        if it.entry.name in found:
+            shared.setdefault(found[it.entry.name], []).append(it)
     for group in shared.values():
         if len(group) == 1 or all(it.data is None for it in group):
             continue
-        storage = group[0].tensor.untyped_storage()
-        own = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        with torch.inference_mode(False), torch.no_grad():
-            copy = own.set_(storage).to("cpu", copy=True).untyped_storage()
-            views = [
-                torch.empty(0, dtype=it.tensor.dtype, device="cpu").set_(
-                    copy, it.tensor.storage_offset(), it.tensor.shape, it.tensor.stride()
-                )
-                for it in group
-            ]
+        views = _copied([it.tensor for it in group])
         for view, it in zip(views, group, strict=True):
             write_change(view, it)
         for view, it in zip(views, group, strict=True):
@@ -117,3 +126,28 @@ def refuse_conflicts(changes: list[Change], delta: str) -> None:
                     hint="untie them first",
                     where=it.entry.name,
                 )
+
+
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same views of a copy, in the processor's memory, of the memory that they share."""
+    import torch
+
+    storages = {(it := tensor.untyped_storage()).data_ptr(): it for tensor in tensors}
+    for tensor in tensors:  # of several that begin in one place, the longest
+        it = tensor.untyped_storage()
+        if it.nbytes() > storages[it.data_ptr()].nbytes():
+            storages[it.data_ptr()] = it
+    start = min(storages)
+    copy = np.empty(max(at + it.nbytes() for at, it in storages.items()) - start, np.uint8)
+    with torch.inference_mode(False), torch.no_grad():
+        for at, it in storages.items():
+            own = torch.empty(0, dtype=torch.uint8, device=it.device).set_(it)
+            copy[at - start : at - start + it.nbytes()] = own.cpu().numpy()
+        views = []
+        for tensor in tensors:
+            it = tensor.untyped_storage()
+            at = it.data_ptr() - start
+            place = torch.from_numpy(copy[at : at + it.nbytes()]).untyped_storage()
+            view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            views.append(view.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride()))
+        return views
