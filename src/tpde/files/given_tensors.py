@@ -172,6 +172,12 @@ def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
             hint="give contiguous bytes, or an array",
             where=name,
         )
+    if view.format.lstrip("@=<>!") not in ("B", "b", "c"):  # numbers, as an array has them
+        try:
+            array = np.asarray(view)
+        except ValueError:  # NumPy has none of their kind
+            raise _other_dtype(name, f"numbers of the format {view.format!r:.50}", spec) from None
+        return piece_bytes(name, array, spec)
     return as_bytes(view)
 
 
