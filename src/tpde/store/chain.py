@@ -20,7 +20,7 @@ from tpde.store.states import State, nothing
 MAX_STEP = 10**18 - 1
 STEP, TREE, ID = "tpde.step", "tpde.tree", "tpde.id"  # in the metadata of a step's header
 _NAME = re.compile(r"step-(\d{8,18})\.tpde")
-_TRIES = 16  # to open a chain that is rewritten meanwhile
+TRIES = 16  # to open a chain that is rewritten meanwhile, or the newest step while newer ones come
 
 
 def name_of(step: int) -> str:
@@ -146,7 +146,7 @@ def open_links(folder: Path, step: int) -> list[StepFile]:
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
         If one of them cannot be read.
     """
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         links: list[StepFile] = []
         wanted: int | None = step
         try:

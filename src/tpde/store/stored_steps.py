@@ -15,7 +15,7 @@ from tpde.files.target_device import target_device
 from tpde.format.delta_head import TensorEntry
 from tpde.io.paths import given_path
 from tpde.store.arguments import step_number
-from tpde.store.chain import close_links, name_of, open_links, open_step, state_of, steps_in
+from tpde.store.chain import TRIES, StepFile, close_links, name_of, open_links, open_step, state_of, steps_in
 from tpde.store.export import export_state
 from tpde.store.rebuild_state import rebuild
 from tpde.store.step_check import check_step
@@ -79,7 +79,7 @@ class StoredSteps:
         """
         self.wait()
         place = None if map_location is None else target_device(map_location, "map_location")
-        links = open_links(self.directory, self._step(step))
+        links = self._links(step)
         state = state_of(links)
         try:
 
@@ -108,10 +108,21 @@ class StoredSteps:
             If its file is damaged.
         """
         self.wait()
-        links = open_links(self.directory, self._step(step))
+        links = self._links(step)
         close_links(links)
         tree = parse_tree(links[0].tree, links[0].file.name)
         return tuple(tree) if isinstance(tree, dict) else ()
+
+    def _links(self, step: int | None) -> list[StepFile]:
+        """Open a step, by default the newest: another one if that is pruned meanwhile, as newer ones come."""
+        for _ in range(TRIES):
+            number = self._step(step)
+            try:
+                return open_links(self.directory, number)
+            except InvalidInput:
+                if step is not None or number in steps_in(self.directory):
+                    raise
+        return open_links(self.directory, self._step(step))
 
     def _step(self, step: int | None) -> int:
         if step is not None:

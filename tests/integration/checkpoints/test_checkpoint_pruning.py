@@ -159,6 +159,28 @@ def test_what_is_pruned_while_steps_are_looked_at_is_passed_over(
     assert [it.step for it in found] == [8, 9] if call == "describe" else found == []
 
 
+@pytest.mark.parametrize("call", ["load", "parts"])
+def test_the_newest_step_is_another_one_when_it_is_pruned_meanwhile(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with CheckpointStore(tmp_path, keyframe_every=1, keep=1) as store:
+        store.save(1, run[1])
+        real = os.open
+
+        def saved(path: Any, *args: Any, **options: Any) -> int:
+            step = step_of(Path(path).name)
+            if step is not None and store.steps == (step,) and step < 5:
+                monkeypatch.undo()
+                store.save(step + 1, run[step + 1])
+                monkeypatch.setattr(os, "open", saved)
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(os, "open", saved)
+        found = getattr(CheckpointStore(tmp_path), call)()
+    assert CheckpointStore(tmp_path).steps == (5,)
+    assert found == tuple(run[5]) if call == "parts" else equal(found, run[5])
+
+
 def test_an_open_reader_outlives_pruning(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
