@@ -193,16 +193,19 @@ def clear(folder: Path) -> list[Path]:
 
 def _finish(outer: Path) -> None:
     """Leave the old folder in its place, or the new one with what was not of the old one's model."""
+    journal = outer / _JOURNAL
     try:
-        record = json.loads((outer / _JOURNAL).read_bytes())
+        if not stat.S_ISREG(os.lstat(journal).st_mode):  # a stranger's: a pipe would be waited for
+            return
+        record = json.loads(journal.read_bytes())
         destination = outer.with_name(record["name"])
-        number, removable = record["old"], record["removable"]
-        if not all(map(is_inside, removable)):
+        number, removable = record["old"], dict(record["removable"])
+        if type(number) is not int or not all(map(_is_removable, removable.items())):
             return
     except FileNotFoundError:  # nothing was replaced
         remove(outer)
         return
-    except (ValueError, KeyError, TypeError):  # not one of ours: nothing is known of what is there
+    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours: nothing is known of it
         return
     old = next((it for it in (outer / "new", outer / "old") if _number(it) == number), None)
     if old is not None and not os.path.lexists(destination):
@@ -213,6 +216,17 @@ def _finish(outer: Path) -> None:
         sync_folder(outer)
         _settle(old, destination, removable)
     remove(outer)
+
+
+def _is_removable(item: tuple[str, object]) -> bool:
+    """Whether a journal's entry is a path and an `Identity`."""
+    name, found = item
+    return (
+        is_inside(name)
+        and isinstance(found, list)
+        and len(found) == 4
+        and all(type(it) is int for it in found)
+    )
 
 
 def _number(path: Path) -> int | None:

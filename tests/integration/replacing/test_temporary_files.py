@@ -53,6 +53,11 @@ JOURNALS: dict[str, Any] = {
     "a number": {"name": 5, "old": 1, "removable": {}},
     "another folder": {"name": "../there", "old": 1, "removable": {}},
     "names that lead out": {"name": "there", "old": "new", "removable": {"../victim": "victim"}},
+    "deep": "[" * 100_000,
+    "no folder's number": {"name": "there", "old": None, "removable": {}},
+    "a list": {"name": "there", "old": "new", "removable": ["victim"]},
+    "numbers": {"name": "there", "old": "new", "removable": {"victim": 1}},
+    "a pipe": os.mkfifo,
     "a path": {"name": "there", "old": "new", "removable": {"/victim": "victim"}},
 }
 
@@ -73,9 +78,12 @@ def test_a_journal_from_a_stranger_removes_nothing(kind: str, tmp_path: Path) ->
         value = dict(value)
         if value.get("old") == "new":
             value["old"] = (left / "new").stat().st_ino
-            value["removable"] = dict.fromkeys(value["removable"], victim)
+            if isinstance(value["removable"], dict) and 1 not in value["removable"].values():
+                value["removable"] = dict.fromkeys(value["removable"], victim)
         value = json.dumps(value)
-    if value is not None:
+    if value is os.mkfifo:
+        os.mkfifo(left / "journal")
+    elif value is not None:
         (left / "journal").write_text(value)
     folder_swap.clear(out)
     if value is None:
