@@ -12,13 +12,12 @@ from tpde.errors import InvalidInput, TpdeError
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, check_progress, no_progress
 from tpde.files.target_device import target_device
-from tpde.format.delta_head import TensorEntry
 from tpde.io.paths import given_path
 from tpde.store.arguments import step_number
 from tpde.store.chain import TRIES, StepFile, close_links, name_of, open_links, open_step, state_of, steps_in
 from tpde.store.export import export_state
 from tpde.store.rebuild_state import rebuild
-from tpde.store.step_check import check_step
+from tpde.store.step_check import Entries, check_step, entries_of
 from tpde.store.step_report import StepReport, report_step
 from tpde.store.tree_text import parse_tree
 
@@ -171,7 +170,7 @@ class StoredSteps:
         """
         check_progress(progress)
         problems: list[Problem] = []
-        known: dict[int, dict[str, TensorEntry]] = {}
+        known: dict[int, Entries] = {}
         for step in self.steps:
             path = self.directory / name_of(step)
             size = 0
@@ -185,12 +184,21 @@ class StoredSteps:
                 problems.append(Problem(str(path), getattr(error, "tensor", None), None, str(error)))
             else:
                 try:
-                    known[step] = {t.name: t for t in it.file.head.tensors}
-                    problems += check_step(it, known)
+                    known[step] = entries_of(it)
+                    problems += check_step(it, known, self._look)
                 finally:
                     it.file.close()
             progress(size)
         return problems
+
+    def _look(self, step: int) -> Entries | None:
+        """The tensors of a step as it is now; None if it cannot be read."""
+        try:
+            it = open_step(self.directory, step)
+        except (TpdeError, OSError):
+            return None
+        it.file.close()
+        return entries_of(it)
 
     def export(self, step: int, directory: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write a state as files of other tools.

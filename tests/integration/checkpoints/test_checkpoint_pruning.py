@@ -181,6 +181,27 @@ def test_the_newest_step_is_another_one_when_it_is_pruned_meanwhile(
     assert found == tuple(run[5]) if call == "parts" else equal(found, run[5])
 
 
+@pytest.mark.parametrize("again", [(2, 3), (4, 5)])
+def test_steps_that_are_saved_anew_while_others_are_checked_are_not_damaged(
+    run: dict[int, Any], tmp_path: Path, again: tuple[int, int]
+) -> None:
+    """The run goes back: a number that was checked is another state's, on which the next one stands."""
+    with CheckpointStore(tmp_path) as store:
+        for step in (1, 2, again[1]):
+            store.save(step, run[step])
+        done: list[int] = []
+
+        def go_back(size: int) -> None:
+            done.append(size)
+            if len(done) == 2:
+                store.prune(drop=[2, again[1]])
+                store.save(again[0], run[8])
+                store.save(again[1], run[9])
+
+        assert CheckpointStore(tmp_path).verify(progress=go_back) == []
+    assert len(done) == 3
+
+
 def test_an_open_reader_outlives_pruning(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
