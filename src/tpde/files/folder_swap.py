@@ -20,12 +20,13 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from tpde.errors import InvalidDestination
+from tpde.errors import InvalidDestination, InvalidInput
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import folder_of
 from tpde.files.replaced_folder import Identity, below, identity_of, refuse_folder
 from tpde.io.rename import exchange, rename_new
 from tpde.io.sinks import exists_already, sync_folder, unwritable, write_failed
+from tpde.io.sources import open_regular
 from tpde.io.temporary import clear_files, create, left_or_living, remove, stands_for
 
 log = logging.getLogger("tpde")
@@ -194,18 +195,17 @@ def clear(folder: Path) -> list[Path]:
 def _finish(outer: Path) -> None:
     """Leave the old folder in its place, or the new one with what was not of the old one's model."""
     journal = outer / _JOURNAL
+    if not os.path.lexists(journal):  # nothing was replaced
+        remove(outer)
+        return
     try:
-        if not stat.S_ISREG(os.lstat(journal).st_mode):  # a stranger's: a pipe would be waited for
-            return
-        record = json.loads(journal.read_bytes())
+        with os.fdopen(open_regular(journal), "rb") as file:  # a stranger's pipe would be waited for
+            record = json.loads(file.read())
         destination = outer.with_name(record["name"])
         number, removable = record["old"], dict(record["removable"])
         if type(number) is not int or not all(map(_is_removable, removable.items())):
             return
-    except FileNotFoundError:  # nothing was replaced
-        remove(outer)
-        return
-    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours: nothing is known of it
+    except (InvalidInput, ValueError, KeyError, TypeError, RecursionError):  # not one of ours
         return
     old = next((it for it in (outer / "new", outer / "old") if _number(it) == number), None)
     if old is not None and not os.path.lexists(destination):

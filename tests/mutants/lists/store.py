@@ -9,6 +9,30 @@ _LIVE = "integration/test_live_deltas.py"
 
 MUTANTS = (
     mutant(
+        "memory-of-one-storage-alone",
+        "store/live_writes.py",
+        "        if device != last or begin >= end:\n",
+        "        if True:\n",
+        "a delta leaves a tensor that is not its target, where NumPy gave two one memory",
+        "integration/test_live_deltas.py",
+    ),
+    mutant(
+        "the-newest-step-once",
+        "store/stored_steps.py",
+        "                if step is not None or number in steps_in(self.directory):\n",
+        "                if True:\n",
+        "loading fails while a writer saves newer steps and prunes",
+        "integration/checkpoints/test_checkpoint_pruning.py",
+    ),
+    mutant(
+        "bases-as-they-were-read-first",
+        "store/step_check.py",
+        "            base = look(it.base) or base\n",
+        "            pass\n",
+        "damage is reported where a step was saved anew meanwhile",
+        "integration/checkpoints/test_checkpoint_pruning.py",
+    ),
+    mutant(
         "any-base-will-do",
         "store/live_update.py",
         "            if it.codec in WITH_BASE and found != it.base:",

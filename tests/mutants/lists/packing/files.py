@@ -238,4 +238,20 @@ MUTANTS = (
         "the header of a model of 300,000 tensors takes 85 s",
         "unit/test_writer.py",
     ),
+    mutant(
+        "numbers-taken-for-bytes",
+        "files/given_tensors.py",
+        'if view.format.lstrip("@=<>!") not in ("B", "b", "c"):',
+        "if False:",
+        "doubles are stored as twice as many floats",
+        "unit/test_packed_writer.py",
+    ),
+    mutant(
+        "journals-of-any-types",
+        "files/folder_swap.py",
+        "        if type(number) is not int or not all(map(_is_removable, removable.items())):\n",
+        "        if not all(map(is_inside, removable)):\n",
+        "what a stranger wrote as a journal ends every run in its folder",
+        "integration/replacing/test_temporary_files.py",
+    ),
 )
