@@ -244,7 +244,7 @@ MUTANTS = (
         'if view.format.lstrip("@=<>!") not in ("B", "b", "c"):',
         "if False:",
         "doubles are stored as twice as many floats",
-        "unit/test_packed_writer.py",
+        "unit/test_given_buffers.py",
     ),
     mutant(
         "journals-of-any-types",
