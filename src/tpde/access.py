@@ -132,6 +132,16 @@ class safe_open:
         data, spec = self._file.read(name, self._threads), self._file.specs[name]
         return self._place(_convert(data, spec, self._framework))
 
+    def get_tensors(self) -> dict[str, Any]:
+        """Decode all tensors, in the order of their bytes in the source.
+
+        Raises
+        ------
+        InvalidInput, Corrupt
+            As of `get_tensor`.
+        """
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
     def get_slice(self, name: str) -> TensorSlice:
         """Open a tensor to be indexed; only the chunks that an index needs are read and decoded.
 

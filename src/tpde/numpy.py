@@ -128,10 +128,10 @@ def load_file(
         If the file cannot be read, or NumPy lacks a dtype.
     """
     with safe_open(filename, framework="np", threads=threads, backend=backend) as file:
-        return {name: file.get_tensor(name) for name in file}
+        return file.get_tensors()
 
 
 def load(data: bytes, *, threads: int | None = None) -> dict[str, Array]:
     """Load all tensors from the bytes of a packed (or plain) file; see `load_file`."""
     with safe_open(data, framework="np", threads=threads) as file:
-        return {name: file.get_tensor(name) for name in file}
+        return file.get_tensors()

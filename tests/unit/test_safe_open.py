@@ -57,9 +57,24 @@ def test_offset_keys_are_in_the_order_of_the_bytes() -> None:
     for file in (plain, pack_bytes(plain)):
         with tpde.safe_open(file, framework="np") as opened:
             assert sorted(opened.keys()) == sorted(opened) == ["a", "b", "c"]
-            assert opened.offset_keys() == ["b", "c", "a"]
+            assert opened.offset_keys() == list(opened.get_tensors()) == ["b", "c", "a"]
             for name, (begin, end) in places.items():
                 assert opened.get_tensor(name).tolist() == list(range(begin, end))
+                assert opened.get_tensors()[name].tolist() == list(range(begin, end))
+
+
+def test_files_are_loaded_in_the_order_of_safetensors(tmp_path: Path) -> None:
+    stock = pytest.importorskip("safetensors")
+    import safetensors.numpy
+
+    path = tmp_path / "x"
+    arrays = {"b": np.ones(2, np.float16), "c": np.ones(3, np.int64), "a": np.ones(2, np.uint8)}
+    safetensors.numpy.save_file(arrays, path)
+    order = list(safetensors.numpy.load_file(path))
+    assert list(tpde.numpy.load_file(path)) == list(tpde.torch.load_file(path)) == order
+    assert list(tpde.numpy.load(path.read_bytes())) == list(tpde.torch.load(path.read_bytes())) == order
+    public = {name for name in dir(stock.safe_open) if not name.startswith("_")}
+    assert public <= set(dir(tpde.safe_open))
 
 
 def test_offset_keys_of_a_file_that_was_saved_again_are_in_its_own_order() -> None:
