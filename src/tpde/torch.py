@@ -16,6 +16,7 @@ from tpde.errors import InvalidInput
 from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
 from tpde.files.given_tensors import refuse_without_bytes, require_mapping, require_module
+from tpde.files.model_state import identity, load_state, place
 from tpde.files.packed_header import given_metadata, is_own_key
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
@@ -42,7 +43,7 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that overlap in memory; disjoint parts of one storage are fine."""
-    places = sorted((str(it.device), *_place(it), name) for name, it in tensors.items() if it.numel())
+    places = sorted((str(it.device), *place(it), name) for name, it in tensors.items() if it.numel())
     for (device, at, size, name), (other_device, other_at, _, other) in pairwise(places):
         if device == other_device and other_at < at + size:
             raise InvalidInput(
@@ -50,13 +51,6 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
                 hint="save only one of them, or `.clone()` one",
                 where=name,
             )
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's bytes are, and how many: of a packed weight, which has none, its blob's."""
-    storage, size = tensor.untyped_storage(), tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
-    return storage.data_ptr() + begin, min(tensor.numel() * size, storage.nbytes() - begin)
 
 
 def _write(tensors: Mapping[str, torch.Tensor], writer: FileWriter) -> None:
@@ -153,7 +147,7 @@ def load_file(
         If the device is none, or not there.
     """
     with safe_open(filename, framework="pt", device=device, threads=threads, backend=backend) as file:
-        return {name: file.get_tensor(name) for name in file}
+        return file.get_tensors()
 
 
 def save_model(
@@ -200,7 +194,7 @@ def save_model(
     for name in sorted(state):
         tensor = state[name]
         torch_spec(name, tensor)  # which names what cannot be saved
-        other = first.setdefault(_identity(tensor), name)
+        other = first.setdefault(identity(tensor), name)
         if tensor.numel() and other != name:
             if not is_own_key(name):
                 said.setdefault(name, other)
@@ -209,12 +203,6 @@ def save_model(
                 tensor = tensor.resolve_conj().resolve_neg()
             kept[name] = tensor.contiguous() if force_contiguous else tensor
     save_file(kept, filename, said or None, threads=threads)
-
-
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What is equal for tensors that are one: where they lie, and how they are read."""
-    read = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return (*_place(tensor), tensor.device, *read)
 
 
 def load_model(
@@ -247,15 +235,17 @@ def load_model(
     Returns
     -------
     missing : set of str
-        Tensors of the model that the file lacks, but for those that share memory with one that it has.
+        Tensors of the model that the file lacks, but for those that lie in one that it has, and those that
+        modules find under other names or do without, as `load_state_dict` says.
     unexpected : list of str
-        Tensors of the file that the model lacks.
+        Tensors of the file that the model does not take. Of names that are one tensor of the model, and
+        differ in the file, all but one.
 
     Raises
     ------
     InvalidInput
         If `strict`, and there are any of them; if shapes differ; or if a tensor of the model is on the `meta`
-        device, where there is no memory. Nothing is loaded then.
+        device, where there is no memory. The model is as it was then.
     PackedWeight
         If a packed weight has other bits: nothing is loaded then.
     Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
@@ -264,45 +254,18 @@ def load_model(
         If the device is none, or not there.
     """
     require_module(model, "load_model")
-    own = model.state_dict()
-    if (empty := next((name for name, it in own.items() if it.is_meta), None)) is not None:
+    own = model.state_dict().items()
+    if (empty := next((name for name, it in own if getattr(it, "is_meta", False)), None)) is not None:
         raise InvalidInput(
             f"tensor `{empty}` of the model is on the `meta` device, where nothing can be loaded",
             hint="call `model.to_empty(device=...)` first",
             where=empty,
         )
     state = load_file(filename, device, threads=threads, backend=backend)
-    there = {_identity(own[name]) for name in state if name in own}
-    missing = {name for name in own if name not in state and _identity(own[name]) not in there}
-    unexpected = [name for name in state if name not in own]
-    for name, tensor in state.items():
-        if name in own and tensor.shape != own[name].shape:
-            raise InvalidInput(
-                f"tensor `{name}` has the shape {list(tensor.shape)} in `{filename}`, and "
-                f"{list(own[name].shape)} in the model",
-                hint="build the model that was saved",
-                where=name,
-                found=tuple(tensor.shape),
-                needed=tuple(own[name].shape),
-            )
-    if strict and (missing or unexpected):
-        lacks = [
-            f"{whose} lacks {len(names)} tensors, such as {', '.join(f'`{it}`' for it in names[:3])}"
-            for whose, names in (("it", sorted(missing)), ("the model", unexpected))
-            if names
-        ]
-        raise InvalidInput(
-            f"`{filename}` is of another model: {'; '.join(lacks)}",
-            hint="build the model that was saved, or pass `strict=False`",
-            where=os.fspath(filename),
-            found=unexpected,
-            needed=sorted(missing),
-        )
-    model.load_state_dict(state, strict=False)
-    return missing, unexpected
+    return load_state(model, state, os.fspath(filename), strict)
 
 
 def load(data: bytes, *, threads: int | None = None) -> dict[str, torch.Tensor]:
     """Load all tensors from the bytes of a packed (or plain) file; see `load_file`."""
     with safe_open(data, framework="pt", threads=threads) as file:
-        return {name: file.get_tensor(name) for name in file}
+        return file.get_tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,86 @@ def test_backends_of_safetensors_are_taken_and_others_refused(tmp_path: Path) ->
         assert set(signature(getattr(stock, name)).parameters) <= set(
             signature(getattr(tpde.torch, name)).parameters
         )
+
+
+def _with_weight_norm() -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = torch.nn.utils.weight_norm(torch.nn.Linear(3, 4))
+    return old, torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4))
+
+
+def _without_a_count() -> tuple[Any, Any]:
+    model = torch.nn.BatchNorm1d(4)
+    model.num_batches_tracked = None
+    return model, torch.nn.BatchNorm1d(4)
+
+
+def _with_a_number_in_a_list() -> tuple[Any, Any]:
+    models = torch.nn.Module(), torch.nn.Module()
+    for model, value in zip(models, (torch.ones(1), torch.tensor(0.0)), strict=True):
+        model.register_buffer("scale", value)
+    return models
+
+
+@pytest.mark.parametrize("make", [_with_weight_norm, _without_a_count, _with_a_number_in_a_list])
+@pytest.mark.parametrize("strict", [True, False])
+def test_modules_load_what_earlier_ones_saved(tmp_path: Path, make: Any, strict: bool) -> None:
+    theirs = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    (old, new), (_, other) = make(), make()
+    theirs.save_model(old, str(tmp_path / "x"))
+    assert theirs.load_model(other, str(tmp_path / "x"), strict) == (set(), [])
+    assert tpde.torch.load_model(new, tmp_path / "x", strict) == (set(), [])
+    assert _bits(new) == _bits(other)
+
+
+def test_a_model_is_as_it_was_where_its_modules_take_a_part(tmp_path: Path) -> None:
+    old, model = _with_weight_norm()
+    extra = {**{name: it.clone() for name, it in old.state_dict().items()}, "more": torch.ones(2)}
+    tpde.torch.save_file(extra, tmp_path / "x")
+    before = _bits(model)
+    with pytest.raises(InvalidInput, match="the model lacks 1 tensors, such as `more`") as caught:
+        tpde.torch.load_model(model, tmp_path / "x")
+    assert (caught.value.found, caught.value.needed) == (["more"], [])
+    assert _bits(model) == before
+    assert tpde.torch.load_model(model, tmp_path / "x", strict=False) == (set(), ["more"])
+    tpde.torch.save_file({"scale": torch.ones(2)}, tmp_path / "x")
+    number = _with_a_number_in_a_list()[1]
+    with pytest.raises(InvalidInput, match="`scale` has the shape"):
+        tpde.torch.load_model(number, tmp_path / "x")
+
+
+def test_parts_of_a_tensor_are_not_missing(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torch.nn.Parameter(torch.randn(4, 6))
+            self.register_buffer("head", self.both.data[:1])
+            self.register_buffer("tail", self.both.data[1:, ::2])
+            self.register_buffer("other", torch.zeros(2))
+
+    model, read = Parts(), Parts()
+    theirs.save_file({"both": model.both.data, "other": model.other}, str(tmp_path / "x"))
+    assert tpde.torch.load_model(read, tmp_path / "x") == (set(), [])
+    assert _bits(read) == _bits(model)
+    theirs.save_file({"head": torch.ones(1, 6), "other": model.other}, str(tmp_path / "x"))
+    with pytest.raises(InvalidInput, match="it lacks 2 tensors, such as `both`, `tail`"):
+        tpde.torch.load_model(read, tmp_path / "x")
+    assert _bits(read) == _bits(model)
+
+
+def test_tied_tensors_that_differ_in_a_file_are_refused(tmp_path: Path) -> None:
+    model = Tied()
+    before = _bits(model)
+    state = {name: it.clone() for name, it in model.state_dict().items()}
+    tpde.torch.save_file({name: it.contiguous() for name, it in state.items()}, tmp_path / "x")
+    assert tpde.torch.load_model(model, tmp_path / "x") == (set(), []), "the same twice"
+    state["head.weight"] += 1
+    tpde.torch.save_file({name: it.contiguous() for name, it in state.items()}, tmp_path / "x")
+    with pytest.raises(InvalidInput, match=r"`\w+.weight` and `\w+.weight` are one tensor of the model"):
+        tpde.torch.load_model(model, tmp_path / "x")
+    assert _bits(model) == before
+    missing, unexpected = tpde.torch.load_model(model, tmp_path / "x", strict=False)
+    assert (missing, len(unexpected)) == (set(), 1)
