@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from tpde.frameworks import to_numpy, to_torch
 if TYPE_CHECKING:
     import torch
 
-Framework = Literal["pt", "torch", "np", "numpy"]
+Framework = Literal["pt", "torch", "pytorch", "np", "numpy"]
 Backend = Literal["mmap", "pread"]
 Index = int | np.integer[Any] | slice | EllipsisType
 
@@ -41,7 +41,7 @@ class safe_open:
     ----------
     filename : path-like, bytes-like
         The file, or the bytes of one.
-    framework : {"pt", "torch", "np", "numpy"}
+    framework : {"pt", "torch", "pytorch", "np", "numpy"}
         What tensors are made of.
     device : str, int or torch.device, optional
         Where PyTorch tensors go; they are decoded on the CPU, and then copied. A number is that of a GPU.
@@ -82,7 +82,7 @@ class safe_open:
                 where="backend",
                 found=backend,
             )
-        if framework not in ("pt", "torch", "np", "numpy"):
+        if framework not in get_args(Framework):
             raise InvalidArgument(
                 f"no framework `{framework!s:.50}`",
                 hint="there are `pt` (PyTorch) and `np` (NumPy)",

@@ -55,7 +55,7 @@ def _write(arrays: Mapping[str, Any], writer: FileWriter) -> None:
 
 
 def save_file(
-    tensors: Mapping[str, Array],
+    tensor_dict: Mapping[str, Array],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
@@ -65,7 +65,7 @@ def save_file(
 
     Parameters
     ----------
-    tensors : mapping of str to ndarray
+    tensor_dict : mapping of str to ndarray
         The arrays, without masks; those that are not contiguous are copied.
     filename : path-like
         The file. It appears when it is complete.
@@ -85,19 +85,19 @@ def save_file(
     >>> from tpde.numpy import save_file
     >>> save_file({"weight": np.zeros((3, 4), np.float32)}, "model.safetensors")  # doctest: +SKIP
     """
-    specs, arrays = _prepare(tensors)
+    specs, arrays = _prepare(tensor_dict)
     given = given_metadata(metadata)
     _write(arrays, FileWriter(filename, specs, metadata=given, threads=threads, force=True))
 
 
 def save(
-    tensors: Mapping[str, Array],
+    tensor_dict: Mapping[str, Array],
     metadata: Mapping[str, str] | None = None,
     *,
     threads: int | None = None,
 ) -> bytes:
     """Pack arrays into bytes; see `save_file`."""
-    specs, arrays = _prepare(tensors)
+    specs, arrays = _prepare(tensor_dict)
     sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
     _write(arrays, FileWriter(sink, specs, metadata=given_metadata(metadata), threads=threads))
     return bytes(sink.data)

@@ -217,7 +217,7 @@ def test_devices_that_are_none_or_not_there_are_refused(device: Any, tmp_path: P
             read()
 
 
-@pytest.mark.parametrize("framework", ["pt", "np"])
+@pytest.mark.parametrize("framework", ["pt", "torch", "pytorch", "np", "numpy"])
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_the_cpu_has_some_names(framework: Any, device: Any) -> None:
     with tpde.safe_open(FILE, framework=framework, device=device) as opened:

@@ -49,6 +49,7 @@ class PackedWriter:
 
     Examples
     --------
+    >>> from tpde import PackedWriter, TensorSpec
     >>> spec = TensorSpec("BF16", (1 << 20, 4096))
     >>> with PackedWriter("big.safetensors", {"weight": spec}) as writer:  # doctest: +SKIP
     ...     for rows in pieces:  # tensors of PyTorch in bfloat16, on any device

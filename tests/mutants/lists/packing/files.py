@@ -254,4 +254,20 @@ MUTANTS = (
         "what a stranger wrote as a journal ends every run in its folder",
         "integration/replacing/test_temporary_files.py",
     ),
+    mutant(
+        "models-of-another-file-in-part",
+        "files/model_state.py",
+        "    if strict and (missing or strange):\n        _restore(own, before)\n",
+        "",
+        "a file that is refused has been loaded by the modules that know old names",
+        "unit/test_torch_models.py",
+    ),
+    mutant(
+        "one-tensor-of-two-contents",
+        "files/model_state.py",
+        "    if strict and clashes:\n",
+        "    if False:\n",
+        "of a file's two tensors one is lost without a word, where the model ties them",
+        "unit/test_torch_models.py",
+    ),
 )
