@@ -38,6 +38,7 @@ ARGUMENTS = {
     "._from_config": ["config"],
     ".save_pretrained": ["save_directory", "is_main_process", "state_dict"],
     "._get_dtype_plan": ["dtype"],
+    "modeling_utils._get_dtype": ["dtype", "checkpoint_files"],
 }
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,33 @@ def test_auto_classes(tmp_path: Path) -> None:
     assert list(packed_nn.packed_modules(packed))
     assert packed.config.quantization_config.quant_method == "tpde"
     _logits("llama", packed, pair)
+
+
+@pytest.mark.parametrize("where", ["subfolder", "hub"])
+def test_a_dtype_that_nothing_names_is_found_wherever_the_model_is(where: str, tmp_path: Path) -> None:
+    """It is that of a packed tensor, the first in the files; the plain ones have another."""
+    made = make("llama")
+    for it in made.modules():
+        if "Norm" in type(it).__name__:
+            it.float()
+    pair = write(tmp_path, made)
+    for folder in (pair.plain, pair.packed):
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("dtype")
+        (folder / "config.json").write_text(json.dumps(config))
+    options: dict[str, Any] = {"subfolder": "packed"}
+    name = str(tmp_path)
+    if where == "hub":
+        kept, commit = tmp_path / "hub" / "models--org--model", "a" * 40
+        shutil.copytree(pair.packed, kept / "snapshots" / commit)
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text(commit)
+        name, options = "org/model", {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+    assert packed.dtype is torch.bfloat16
+    _logits("llama", packed, pair)
+    options["dtype"] = torch.float16
+    assert transformers.AutoModelForCausalLM.from_pretrained(name, **options).dtype is torch.float16
 
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -286,16 +286,14 @@ def _embed(
     stats: bool,
     as_json: bool,
 ) -> None:
-    from transformers import AutoModel
-
-    from tpde.integrations.transformers.embed import embed, read_recipe
+    from tpde.integrations.transformers.embed import embed, encoder_class, read_recipe
     from tpde.integrations.transformers.generate import load_tokenizer
 
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
     record = stats or trace is not None
     with ExitStack() as bar:
         way = result["kernels"], result["pack"]
-        model, loading = _load(folder, device, budget, record, bar, AutoModel, *way)
+        model, loading = _load(folder, device, budget, record, bar, encoder_class(folder), *way)
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)
         seconds = time.perf_counter() - start

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
 from tpde.errors import InvalidInput
 from tpde.files.documents import json_object, read_modules
 from tpde.integrations.transformers.run_memory import explained
+from tpde.integrations.transformers.skeleton import config_of
 
 BATCH = 32
 
@@ -60,6 +62,16 @@ def read_recipe(folder: Path) -> Recipe:
             )
     settings = _read(folder / "sentence_bert_config.json")
     return Recipe(pooling, normalize, settings.get("max_seq_length"))
+
+
+def encoder_class(folder: Path) -> Any:
+    """What is loaded to embed with: of a T5 and its like the encoder alone, as sentence-transformers does.
+
+    Their decoders ask for tokens of their own.
+    """
+    config = config_of(folder)
+    alone = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    return AutoModelForTextEncoding if alone else AutoModel
 
 
 def _pooling(path: Path) -> str:

@@ -154,7 +154,12 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
     Those of 8 bits are passed over, as transformers does: no model computes in one.
     """
-    with Checkpoint(weight_files(folder)[:1]) as checkpoint:
+    return dtype_of_file(weight_files(folder)[0])
+
+
+def dtype_of_file(path: str | os.PathLike[str]) -> torch.dtype:
+    """The dtype of the first floating-point tensor of a weight file, packed or plain: see `stored_dtype`."""
+    with Checkpoint([path]) as checkpoint:
         specs = {name: it.spec for name, it in checkpoint.packed.items()} | checkpoint.plain
         for name in sorted(specs):
             dtype = torch_dtype(specs[name].dtype)

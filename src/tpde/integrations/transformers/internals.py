@@ -61,6 +61,7 @@ RELIED_ON = (
     Reliance(
         "integrations.moe.use_experts_implementation", "5.13", "experts with fused kernels: `tpde.nn.routed`"
     ),
+    Reliance("modeling_utils._get_dtype", "5.13", "the dtype of models in subfolders and on the hub"),
     Reliance("quantizers.base.HfQuantizer.preprocess_model", "5.0", "loading"),
     Reliance("quantizers.base.HfQuantizer.update_weight_conversions", "5.8", "loading: weights are random"),
     Reliance("quantizers.base.HfQuantizer.param_element_size", "5.0", '`device_map="auto"`'),
@@ -164,6 +165,18 @@ def given_state() -> Mapping[str, Any] | None:
     """
     asks = sys._getframe(2)
     return asks.f_locals.get("state_dict") if asks.f_code.co_name == "save_pretrained" else None
+
+
+def asked_for_dtype() -> str | None:
+    """The weight file that transformers took a dtype from, for what it calls then and that calls this.
+
+    None if a configuration or the user said it. A quantizer is told the dtype only, so that the file is
+    looked up where it is a local variable; the state is one, too, if it was read for that.
+    """
+    asks = sys._getframe(2)
+    here = asks.f_locals if asks.f_code.co_name == "_get_dtype" else {}
+    files = here.get("checkpoint_files")
+    return files[0] if files and here.get("state_dict") is not None else None
 
 
 def forget_quantized(model: Any) -> None:

@@ -18,10 +18,11 @@ from tpde.files.packed_state import MAKE_PLAIN
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
-from tpde.integrations.transformers.folder import stored_dtype
+from tpde.integrations.transformers.folder import dtype_of_file, stored_dtype
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
 from tpde.integrations.transformers.given_state import refuse_others
 from tpde.integrations.transformers.internals import (
+    asked_for_dtype,
     forget_quantized,
     give_conversions,
     given_state,
@@ -97,7 +98,13 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     update_tp_plan = update_attn_implementation
 
     def update_dtype(self, dtype: Any) -> Any:
-        """Refuse what transformers found in files whose weights are all packed."""
+        """Look in the files where transformers did, which sees plain tensors only.
+
+        `update_attn_implementation` finds no folder where a model is in a subfolder, or on the hub.
+        """
+        asked = None if self._comes_plain else asked_for_dtype()
+        if asked is not None:
+            return dtype_of_file(asked)
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise InvalidInput(
                 "`config.json` names no dtype",
