@@ -25,7 +25,7 @@ from tpde.errors import (
 from tpde.files.reader import PackedFile
 from tpde.format.constants import SUFFIX
 
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 
 def test_a_plain_directory(tmp_path: Path) -> None:
@@ -160,3 +160,17 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDependency, match=r'pip install "tpde\[transformers\]"'):
         require_transformers()
+
+
+def test_code_that_comes_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not run unasked; the file that names it is not said to be damaged."""
+    folder = checkpoint(tmp_path, "llama").packed
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit(1)")
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    with pytest.raises(InvalidInput) as caught:
+        tpde.from_pretrained(folder, model_class=transformers.AutoModel)
+    assert "trust_remote_code=True" in str(caught.value.hint)
+    assert "fetch" not in str(caught.value.hint)

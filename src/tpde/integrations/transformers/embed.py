@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
+from transformers import AutoModel, AutoModelForTextEncoding
 
 from tpde.errors import InvalidInput
 from tpde.files.documents import json_object, read_modules
+from tpde.integrations.transformers.folder import read_config
 from tpde.integrations.transformers.run_memory import explained
-from tpde.integrations.transformers.skeleton import config_of
 
 BATCH = 32
 
@@ -69,8 +69,7 @@ def encoder_class(folder: Path) -> Any:
 
     Their decoders ask for tokens of their own.
     """
-    config = config_of(folder)
-    alone = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    alone = read_config(folder).get("model_type") in ("mt5", "t5", "umt5")
     return AutoModelForTextEncoding if alone else AutoModel
 
 

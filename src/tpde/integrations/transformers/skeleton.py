@@ -21,9 +21,15 @@ def _worded(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         path = folder / "config.json"
+        hint = "mend it, or fetch it again"
+        if "trust_remote_code" in str(error):
+            hint = (
+                "it needs code that comes with the model: if you trust it, call `tpde.from_pretrained` with "
+                "`trust_remote_code=True` and an automatic class as `model_class`"
+            )
         raise InvalidInput(
             f"transformers makes no model of `{path}` ({type(error).__name__}: {error})",
-            hint="mend it, or fetch it again",
+            hint=hint,
             where=str(path),
         ) from error
 
