@@ -41,7 +41,9 @@ def test_auto_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["subfolder", "hub"])
-def test_a_dtype_that_nothing_names_is_found_wherever_the_model_is(where: str, tmp_path: Path) -> None:
+def test_a_dtype_that_nothing_names_is_found_wherever_the_model_is(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is that of a packed tensor, the first in the files; the plain ones have another."""
     made = make("llama")
     for it in made.modules():
@@ -55,6 +57,7 @@ def test_a_dtype_that_nothing_names_is_found_wherever_the_model_is(where: str, t
     options: dict[str, Any] = {"subfolder": "packed"}
     name = str(tmp_path)
     if where == "hub":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         kept, commit = tmp_path / "hub" / "models--org--model", "a" * 40
         shutil.copytree(pair.packed, kept / "snapshots" / commit)
         (kept / "refs").mkdir()
