@@ -122,18 +122,6 @@ def test_vectors_of_a_model_whose_tokenizer_does_not_pad(eos: str | None, tmp_pa
     assert torch.equal(found[1], alone)
 
 
-def test_vectors_of_a_t5_are_its_encoder_s(tmp_path: Path) -> None:
-    """As sentence-transformers has them."""
-    pair = checkpoint(tmp_path, "t5", torch.float32)
-    done = process("run", pair.packed, "--embed", TEXTS[0], "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    model = transformers.T5EncoderModel.from_pretrained(pair.plain)
-    with torch.inference_mode():
-        alone = model(**byte_tokenizer()(TEXTS[0], return_tensors="pt")).last_hidden_state.mean(1)
-    found = torch.tensor([json.loads(done.stdout)], dtype=torch.float32)
-    assert torch.equal(found.view(torch.int32), alone.view(torch.int32))
-
-
 def test_vectors_are_those_of_sentence_transformers(bert: Pair) -> None:
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     expected = library.SentenceTransformer(str(bert.plain), device="cpu").encode(

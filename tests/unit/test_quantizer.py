@@ -137,18 +137,16 @@ def test_kernels_are_loaded_ahead_under_a_budget_of_a_gpu(
     assert TextConfig.asked == warms, "by now it has ended"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "there", "used"),
-    [(None, True, torch.float16), (torch.bfloat16, True, torch.bfloat16), (None, False, None)],
-)
-def test_a_dtype_that_no_configuration_names(dtype: Any, there: bool, used: Any, tmp_path: Path) -> None:
-    """Is what the files have."""
-    save_file({"weight": torch.zeros(64, 64, dtype=torch.float16)}, tmp_path / "model.safetensors")
-    if there:
-        (tmp_path / "config.json").touch()
-    config = Config(dtype=dtype, name_or_path=tmp_path)
-    made().update_attn_implementation(config)
-    assert config.dtype is used
+def test_a_dtype_that_no_configuration_names(tmp_path: Path) -> None:
+    """Is what the file has in which transformers looked for one, if it did."""
+    save_file({"weight": torch.zeros(64, 64, dtype=torch.float16)}, path := tmp_path / "model.safetensors")
+
+    def _get_dtype(checkpoint_files: Any, state_dict: Any) -> Any:
+        return made().update_dtype(torch.float32)
+
+    assert _get_dtype([path], {}) is torch.float16
+    for files, state in (([path], None), (None, {}), ([], {})):
+        assert _get_dtype(files, state) is torch.float32
 
 
 def test_elements_of_packed_weights_take_less() -> None:

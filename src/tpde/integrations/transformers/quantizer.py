@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tpde.files.packed_state import MAKE_PLAIN
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
-from tpde.integrations.transformers.folder import dtype_of_file, stored_dtype
+from tpde.integrations.transformers.folder import dtype_of_file
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
 from tpde.integrations.transformers.given_state import refuse_others
 from tpde.integrations.transformers.internals import (
@@ -80,14 +79,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._states: States | None = None
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Settle the dtype where `config.json` names none: transformers would look at plain tensors only.
-
-        This is the first call that knows the configuration: under a budget, kernels are loaded from now on.
-        """
-        folder = Path(str(getattr(config, "name_or_path", "")))
-        found = (folder / "config.json").is_file() and not self._comes_plain
-        if getattr(config, "dtype", None) is None and found:
-            config.dtype = stored_dtype(folder)
+        """Load kernels from now on, under a budget: this is the first call that knows the configuration."""
         target = self._target
         device = target.device if target.budget is not None and target.warmup is None else None
         if device is not None and device.type == "cuda":
@@ -98,10 +90,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     update_tp_plan = update_attn_implementation
 
     def update_dtype(self, dtype: Any) -> Any:
-        """Look in the files where transformers did, which sees plain tensors only.
-
-        `update_attn_implementation` finds no folder where a model is in a subfolder, or on the hub.
-        """
+        """Find the dtype where `config.json` names none: transformers has looked at plain tensors only."""
         asked = None if self._comes_plain else asked_for_dtype()
         if asked is not None:
             return dtype_of_file(asked)
