@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,12 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
     Those of 8 bits are passed over, as transformers does: no model computes in one.
     """
-    return dtype_of_file(weight_files(folder)[0])
+    return dtype_of_files(weight_files(folder)[:1])
 
 
-def dtype_of_file(path: str | os.PathLike[str]) -> torch.dtype:
-    """The dtype of the first floating-point tensor of a weight file, packed or plain: see `stored_dtype`."""
-    with Checkpoint([path]) as checkpoint:
+def dtype_of_files(paths: Iterable[str | os.PathLike[str]]) -> torch.dtype:
+    """The dtype of the first floating-point tensor of weight files, packed or plain: see `stored_dtype`."""
+    with Checkpoint(paths) as checkpoint:
         specs = {name: it.spec for name, it in checkpoint.packed.items()} | checkpoint.plain
         for name in sorted(specs):
             dtype = torch_dtype(specs[name].dtype)

@@ -61,7 +61,7 @@ RELIED_ON = (
     Reliance(
         "integrations.moe.use_experts_implementation", "5.13", "experts with fused kernels: `tpde.nn.routed`"
     ),
-    Reliance("modeling_utils._get_dtype", "5.13", "the dtype of models in subfolders and on the hub"),
+    Reliance("modeling_utils._get_dtype", "5.13", "the dtype, where `config.json` names none"),
     Reliance("quantizers.base.HfQuantizer.preprocess_model", "5.0", "loading"),
     Reliance("quantizers.base.HfQuantizer.update_weight_conversions", "5.8", "loading: weights are random"),
     Reliance("quantizers.base.HfQuantizer.param_element_size", "5.0", '`device_map="auto"`'),

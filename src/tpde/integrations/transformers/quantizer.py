@@ -17,7 +17,7 @@ from tpde.files.packed_state import MAKE_PLAIN
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
-from tpde.integrations.transformers.folder import dtype_of_file
+from tpde.integrations.transformers.folder import dtype_of_files
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
 from tpde.integrations.transformers.given_state import refuse_others
 from tpde.integrations.transformers.internals import (
@@ -93,7 +93,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Find the dtype where `config.json` names none: transformers has looked at plain tensors only."""
         asked = None if self._comes_plain else asked_for_dtype()
         if asked is not None:
-            return dtype_of_file(asked)
+            return dtype_of_files([asked])
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise InvalidInput(
                 "`config.json` names no dtype",
