@@ -252,6 +252,11 @@ def load_model(
         If the file cannot be read.
     UnsupportedDevice
         If the device is none, or not there.
+
+    Notes
+    -----
+    Takes the file's tensors beside the model; and once more the model's plain ones where names or shapes
+    differ, which modules may know better: they are put back if the file is refused.
     """
     require_module(model, "load_model")
     own = model.state_dict().items()

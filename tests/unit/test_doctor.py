@@ -97,6 +97,7 @@ def test_of_a_gpu_it_says_whether_kernels_can_be_compiled(launch_on: Any) -> Non
         ((13, 5), "ok", "of CUDA 13.5", None),
         (errors.MissingDependency("none", hint="install it"), "missing", "none", "install it"),
         (errors.UnsupportedDevice("too new", hint="update"), "broken", "too new", "update"),
+        (RuntimeError("a\nb"), "broken", "a", None),
     ):
         launch_on(MadeBackend(compiler=compiler))
         found = checks()

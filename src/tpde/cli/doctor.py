@@ -166,6 +166,8 @@ def _compiler() -> Check:
     except (MissingDependency, UnsupportedDevice) as error:
         status = MISSING if isinstance(error, MissingDependency) else BROKEN
         return Check("NVRTC", status, False, error.message, needed_for, error.hint)
+    except Exception as error:  # as of the GPU
+        return Check("NVRTC", BROKEN, False, str(error).split("\n", 1)[0], needed_for, None)
     return Check("NVRTC", OK_STATUS, False, f"of CUDA {version[0]}.{version[1]}", needed_for, None)
 
 

@@ -61,9 +61,9 @@ def supports(module: nn.Module, name: str) -> bool:
 
 
 def _computes(kind: type[nn.Module], name: str) -> bool:
-    """Whether a class has code of its own for reading a parameter, or a layer's bias, not run if packed.
+    """Whether a class has code of its own for reading a parameter or a linear layer's bias.
 
-    Such as a property that scales it.
+    Such as a property that scales it: packed modules do not run it.
     """
     names, missing = (name, "bias") if issubclass(kind, nn.Linear) else (name,), object()
     if any(inspect.getattr_static(kind, it, missing) is not missing for it in names):
